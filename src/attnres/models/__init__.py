@@ -1,0 +1,1 @@
+"""Wiring: any supported Hugging Face decoder with any residual strategy."""

@@ -1,0 +1,36 @@
+"""Full AttnRes: each sublayer attends over the embedding and every earlier output."""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from attnres.residual.schedule import Source, block_sources
+from attnres.residual.strategy import DepthAttentionStrategy
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FullAttnRes(DepthAttentionStrategy):
+    """Full Attention Residuals (paper, Eq. 1-4): every sublayer output is a source of its own.
+
+    ``h_l = sum_{i<l} softmax_i(<w_l, rms_norm(v_i) * g_l>) v_i`` with ``v_0`` the embedding and ``v_i`` the output of
+    sublayer ``i``. The state grows by one tensor per sublayer.
+    """
+
+    short_name: ClassVar[str] = "full"
+
+    @property
+    def label(self) -> str:
+        """Name for tables and legends."""
+        return "Full AttnRes"
+
+    def block_ends(self, num_sublayers: int) -> tuple[int, ...]:
+        """Every sublayer is a block of its own."""
+        return tuple(range(1, num_sublayers + 1))
+
+    def closes_block(self, site: int, num_sublayers: int) -> bool:
+        """Always, but for the output read, which is not followed by a sublayer."""
+        return site < num_sublayers
+
+    def sources(self, site: int, num_sublayers: int) -> tuple[Source, ...]:
+        """The embedding and each earlier output."""
+        return block_sources(site, self.block_ends(num_sublayers))

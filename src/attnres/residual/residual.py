@@ -1,0 +1,114 @@
+"""A strategy bound to a model's depth and width: the sites with their parameters, and the interface models speak."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from attnres.errors import ConfigError
+from attnres.residual.strategy import Site, Strategy
+
+OUTPUT: Final = -1
+"""The site of the output read, after the last sublayer and before the model's final norm."""
+
+
+class Listener(Protocol):
+    """Something that watches reads and writes, such as an analysis. It must not change what it is given."""
+
+    def on_read(self, site: int, state: Any, value: Tensor) -> None:
+        """Called after each read; ``site`` counts from 0 and ``num_sublayers`` is the output."""
+
+    def on_write(self, site: int, state: Any, output: Tensor) -> None:
+        """Called before each write, with the state the output is going to be written to."""
+
+
+class Residual(nn.Module):
+    """The residual path of one model.
+
+    ::
+
+        state = residual.start(embedding)
+        for site, sublayer in enumerate(sublayers):
+            state = residual.write(state, site, sublayer(residual.read(state, site)))
+        hidden = residual.read(state, OUTPUT)
+
+    Args:
+        strategy: Where reads come from and writes go.
+        num_sublayers: Depth, attention and MLP counted separately.
+        dim: Model width.
+        eps: Of the key norm; by custom the base model's norm eps.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        ConfigError: The strategy does not fit the depth.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        num_sublayers: int,
+        dim: int,
+        *,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        for name, value in (("num_sublayers", num_sublayers), ("dim", dim)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; allowed is 1 or more")
+        self.strategy = strategy.with_read_scale("mean")
+        self.num_sublayers = num_sublayers
+        self.sites = nn.ModuleList(
+            self.strategy.site(index, num_sublayers, dim, eps=eps, device=device, dtype=dtype)
+            for index in range(num_sublayers + 1)
+        )
+        self._listeners: list[Listener] = []
+
+    def reset_parameters(self) -> None:
+        """Give the parameters of every site their initial values."""
+        for site in self.sites:
+            assert isinstance(site, Site)
+            site.reset_parameters()
+
+    def start(self, embedding: Tensor) -> Any:
+        """The state before the first sublayer, from the token embedding ``[*batch, dim]``."""
+        return self.strategy.start(embedding)
+
+    def read(self, state: Any, site: int) -> Tensor:
+        """The input of sublayer ``site`` before its norm, or of the final norm with `OUTPUT`."""
+        value = self.strategy.read(state, self._site(site))
+        for listener in self._listeners:
+            listener.on_read(site % len(self.sites), state, value)
+        return value
+
+    def write(self, state: Any, site: int, output: Tensor) -> Any:
+        """The state after sublayer ``site`` put out ``output``; the given state stays as it is."""
+        for listener in self._listeners:
+            listener.on_write(site, state, output)
+        return self.strategy.write(state, self._site(site), output)
+
+    def depth_weights(self, state: Any, site: int) -> Tensor:
+        """Weights of the sources in the read at a site, ``[*batch, sources]``, oldest source first."""
+        return self.strategy.depth_weights(state, self._site(site))
+
+    @contextmanager
+    def listen(self, listener: Listener) -> Iterator[None]:
+        """Let ``listener`` watch reads and writes inside a ``with`` block."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    def _site(self, site: int) -> Site:
+        module = self.sites[site]
+        assert isinstance(module, Site)
+        return module
+
+    def extra_repr(self) -> str:
+        """Strategy and depth."""
+        return f"{self.strategy}, num_sublayers={self.num_sublayers}"
