@@ -1,0 +1,17 @@
+"""Which parameter gets which optimizer and learning rate, and how the rate moves over a run."""
+
+from attnres.optim.build import GroupedOptimizer, build_optimizer
+from attnres.optim.config import OptimConfig
+from attnres.optim.groups import DEPTH_PARAMETERS, ParamGroup, is_depth_parameter, param_groups
+from attnres.optim.schedule import lr_multiplier
+
+__all__ = [
+    "DEPTH_PARAMETERS",
+    "GroupedOptimizer",
+    "OptimConfig",
+    "ParamGroup",
+    "build_optimizer",
+    "is_depth_parameter",
+    "lr_multiplier",
+    "param_groups",
+]
