@@ -1,0 +1,112 @@
+"""Give a Hugging Face decoder a residual strategy: a trained one by conversion, a new one from its config."""
+
+import copy
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from attnres.errors import UnsupportedModelError
+from attnres.models.classes import AttnResMixin, adopt
+from attnres.models.families import family_of
+from attnres.models.layer import ResidualDecoderLayer, read_before
+from attnres.models.proof import prove
+from attnres.residual import Residual, Strategy
+
+
+def build(config: PreTrainedConfig, strategy: Strategy, *, dtype: torch.dtype | None = None) -> Any:
+    """Make a new causal language model of a Hugging Face config with a residual strategy.
+
+    The weights are drawn as the family draws them, so one seed gives the same base weights under every strategy. A read
+    scale left open becomes ``"mean"``, the paper's form.
+
+    Args:
+        config: Config of a supported family; it is copied.
+        strategy: The residual strategy.
+        dtype: Of the parameters; by default the config's own, else torch's default.
+
+    Raises:
+        ConfigError: The strategy does not fit the depth.
+        UnsupportedModelError: The family is unknown, or its decomposition is not exact.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> from attnres.residual import BlockAttnRes
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+        >>> build(config, BlockAttnRes(sublayers_per_block=2)).num_parameters()
+        30304
+    """
+    keywords = {} if dtype is None else {"dtype": dtype}
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **keywords)
+    return convert(model, strategy.with_read_scale("mean"))
+
+
+def convert(model: Any, strategy: Strategy) -> Any:
+    """Give a Hugging Face decoder a residual strategy, in place, sharing all its weights.
+
+    Names of the base parameters do not change. With zero pseudo-queries (as they start) and the default read scale of
+    conversion, ``"sum"``, every hidden value is the residual sum, so the converted model is the same function as before
+    (to rounding). Before anything is replaced, one layer of each kind is run against its decomposition.
+
+    Args:
+        model: A `PreTrainedModel` of a supported family, with or without its language-model head.
+        strategy: The residual strategy; a read scale left open becomes ``"sum"``.
+
+    Returns:
+        The same model object, now of a class derived from its own, with `model.base_model.residual`.
+
+    Raises:
+        ConfigError: The strategy does not fit the depth.
+        UnsupportedModelError: The model is not a supported decoder, has a strategy already, or its decomposition is
+            not exact.
+    """
+    base = _base_model(model)
+    family = family_of(base.layers)
+    embedding, norm = base.get_input_embeddings().weight, base.norm
+    residual = Residual(
+        strategy.with_read_scale("sum"),
+        2 * len(base.layers),
+        embedding.shape[-1],
+        eps=norm.variance_epsilon,
+        device=norm.weight.device,
+        dtype=norm.weight.dtype,
+    )
+    prove(base, family)
+    base.layers = nn.ModuleList(
+        ResidualDecoderLayer(layer, family, residual, index) for index, layer in enumerate(base.layers)
+    )
+    base.residual = residual
+    read_before(norm, residual)
+    _own_config(model, residual.strategy, num_hidden_states=len(base.layers) + 1)
+    for part in {id(part): part for part in (model, base)}.values():
+        adopt(part)
+    return model
+
+
+def _base_model(model: Any) -> Any:
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"model is a {type(model).__name__}; allowed is a transformers.PreTrainedModel")
+    if isinstance(model, AttnResMixin):
+        seen = _base(model).residual.strategy.label
+        raise UnsupportedModelError(f"{type(model).__name__} has a residual strategy already ({seen})")
+    base = _base(model)
+    missing = [name for name in ("layers", "norm") if not hasattr(base, name)]
+    if missing:
+        raise UnsupportedModelError(f"{type(base).__name__} has no {' and no '.join(missing)}; not a supported decoder")
+    return base
+
+
+def _base(model: Any) -> Any:
+    return model.base_model
+
+
+def _own_config(model: PreTrainedModel, strategy: Strategy, *, num_hidden_states: int) -> None:
+    """Write the strategy into a config of the model's own; other models may share the one it came with."""
+    old, new = model.config, copy.deepcopy(model.config)
+    new.attnres = {"type": type(strategy).__name__, **asdict(strategy)}  # pyright: ignore
+    new.num_hidden_states = num_hidden_states
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = new

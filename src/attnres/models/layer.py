@@ -1,0 +1,113 @@
+"""A decoder layer that reads and writes a residual state instead of adding to a hidden-state tensor.
+
+It holds the same child modules under the same names as the layer it replaces, so parameter names do not change, and it
+stands in the same loop of the model's own forward, so masks, positions, caches and checkpointing stay Transformers'.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from attnres.models.families import Arguments, Family
+from attnres.residual import OUTPUT, Residual
+
+
+class HiddenStateTap(nn.Module):
+    """Passes a read on unchanged: the place where ``output_hidden_states`` listens.
+
+    What flows between layers is a state, not a tensor, so Transformers' hooks on layers have nothing to record. Entry
+    ``k`` of the hidden states is what layer ``k`` reads before its norm; the last is the model's final hidden state.
+    """
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return ``hidden``."""
+        return hidden
+
+
+class ResidualDecoderLayer(GradientCheckpointingLayer):
+    """One decoder layer: an attention and an MLP sublayer around a residual strategy.
+
+    Args:
+        layer: The layer to take over; its children are shared, not copied.
+        family: How the layer is decomposed.
+        residual: The model's residual path; referred to, not owned, so its parameters have one name.
+        index: Position of the layer; the first one starts the state from the embedding.
+    """
+
+    def __init__(self, layer: nn.Module, family: Family, residual: Residual, index: int):
+        super().__init__()
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+        for name, child in layer.named_children():
+            self.add_module(name, child)
+        self.tap = HiddenStateTap()
+        self.training = layer.training
+        self.is_first = index == 0
+        self.family = family
+        self.attention_site, self.mlp_site = 2 * index, 2 * index + 1
+        self._residual = (residual,)
+
+    def forward(self, hidden_states: Any, **arguments: Any) -> Any:
+        """Run both sublayers; takes and returns the state (the first layer takes the embedding)."""
+        residual = self._residual[0]
+        state = residual.start(hidden_states) if self.is_first else hidden_states
+        hidden = self.tap(residual.read(state, self.attention_site))
+        state = residual.write(state, self.attention_site, self._attend(hidden, arguments))
+        hidden = residual.read(state, self.mlp_site)
+        return residual.write(state, self.mlp_site, self._transform(hidden))
+
+    def _attend(self, hidden: Tensor, arguments: Arguments) -> Tensor:
+        family = self.family
+        normed = getattr(self, family.attention_norm)(hidden)
+        output = getattr(self, family.attention)(hidden_states=normed, **family.attention_arguments(self, arguments))
+        return output[0] if isinstance(output, tuple) else output
+
+    def _transform(self, hidden: Tensor) -> Tensor:
+        family = self.family
+        return getattr(self, family.mlp)(getattr(self, family.mlp_norm)(hidden))
+
+    @property
+    def _gradient_checkpointing_func(self) -> Callable[..., Any]:
+        """Transformers sets and calls this; the state has to be laid out flat in between."""
+        return lambda function, state: checkpoint_state(self._checkpoint, function, state)
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, checkpoint: Callable[..., Any]) -> None:
+        self._checkpoint = checkpoint
+
+
+def checkpoint_state(checkpoint: Callable[..., Any], function: Callable[[Any], Any], state: Any) -> Any:
+    """Run ``function(state)`` under an activation checkpoint that sees the state's tensors as plain arguments.
+
+    Reentrant checkpointing gives gradients only to tensors that are arguments themselves, not to tensors inside one.
+    """
+    leaves, spec = pytree.tree_flatten(state)
+    specs = []
+
+    def flat(*leaves: Any) -> tuple[Any, ...]:
+        result, result_spec = pytree.tree_flatten(function(pytree.tree_unflatten(leaves, spec)))
+        specs.append(result_spec)
+        return tuple(result)
+
+    result = checkpoint(flat, *leaves)
+    return pytree.tree_unflatten(result, specs[0])
+
+
+def read_before(norm: nn.Module, residual: Residual) -> None:
+    """Make a model's final norm read the output from the state it is now given, before it normalises.
+
+    A hook rather than a wrapper: the norm keeps its class, its parameter names and any kernel swapped in for it.
+    """
+    norm.tap = HiddenStateTap()
+    norm._residual = (residual,)  # a tuple, so that the residual is referred to and not owned
+    norm.register_forward_pre_hook(_read_output)
+
+
+def _read_output(norm: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor]:
+    (state,) = arguments
+    residual: Residual = norm._residual[0]  # pyright: ignore[reportAssignmentType, reportIndexIssue]
+    return (norm.tap(residual.read(state, OUTPUT)),)
