@@ -1,12 +1,12 @@
 import pytest
 import torch
-from models.small import llama
 from torch import nn
 
 from attnres.analysis.mixing import mixing_matrix
 from attnres.analysis.probe import probe
 from attnres.models import build
 from attnres.residual import BlockAttnRes, FullAttnRes, PreNorm
+from models.small import llama
 
 STRATEGIES = [
     PreNorm(),

@@ -24,7 +24,8 @@ class Float64Norm(nn.Module):
 
 
 def float64_model(family):
-    grouped = {"experts_implementation": "eager"} if family == "kimi_linear" else {}  # torch's grouped_mm has no float64
+    # torch's grouped_mm has no float64
+    grouped = {"experts_implementation": "eager"} if family == "kimi_linear" else {}
     model = make(family, **grouped).double()
     for layer in model.model.layers:
         layer.input_layernorm = Float64Norm(layer.input_layernorm)

@@ -26,9 +26,7 @@ def test_any_split_merges_to_the_direct_softmax(sizes, seed):
     torch.manual_seed(seed)
     sources, queries, weights = random_block(1, sum(sizes))
     bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    parts = [
-        partial_softmax(sources[a:b], queries[0], weights[0], eps=EPS) for a, b in itertools.pairwise(bounds)
-    ]
+    parts = [partial_softmax(sources[a:b], queries[0], weights[0], eps=EPS) for a, b in itertools.pairwise(bounds)]
     merged = parts[0]
     for part in parts[1:]:
         merged = merged.merge(part)

@@ -1,4 +1,4 @@
-"""The mixing matrix: each read written as a weighted sum of the embedding and the sublayer outputs (paper, section 6)."""
+"""The mixing matrix: each read as a weighted sum of the embedding and the sublayer outputs (paper, section 6)."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ class MixingListener:
 def mixing_matrix(model: nn.Module, input_ids: Tensor) -> Tensor:
     """The mixing matrix of every token.
 
-    ``h_site = sum_i M[site, i] * v_i`` with ``v_0`` the embedding and ``v_i`` the output of sublayer ``i - 1``. Row
+    ``h_site = sum_i M[site, i] * v_i`` with ``v_0`` the embedding and ``v_i`` the output of the i-th sublayer. Row
     ``num_sublayers`` is the output read. A block's weight stands at each of its sublayers. Entries above the diagonal
     are zero.
 

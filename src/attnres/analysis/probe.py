@@ -31,7 +31,7 @@ class DepthProbe:
     gradient_magnitude: list[float]
     """RMS of the gradient of the mean token loss with respect to each sublayer's output."""
     mixing_matrix: list[list[float]]
-    """Row = site (last: output read), column = source (0: embedding, i: output of sublayer i - 1)."""
+    """Row = site (last: output read); column 0 = embedding, column i = output of the i-th sublayer."""
     block_ends: list[int]
     """Sublayer counts at which a block is complete; empty for a strategy without blocks."""
 

@@ -1,7 +1,6 @@
 """Give a Hugging Face decoder a residual strategy: a trained one by conversion, a new one from its config."""
 
 import copy
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -105,8 +104,8 @@ def _base(model: Any) -> Any:
 def _own_config(model: PreTrainedModel, strategy: Strategy, *, num_hidden_states: int) -> None:
     """Write the strategy into a config of the model's own; other models may share the one it came with."""
     old, new = model.config, copy.deepcopy(model.config)
-    new.attnres = {"type": type(strategy).__name__, **asdict(strategy)}  # pyright: ignore
+    new.attnres = {"type": type(strategy).__name__, **vars(strategy)}
     new.num_hidden_states = num_hidden_states
     for module in model.modules():
         if getattr(module, "config", None) is old:
-            module.config = new
+            vars(module)["config"] = new

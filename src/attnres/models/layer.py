@@ -97,7 +97,7 @@ def checkpoint_state(checkpoint: Callable[..., Any], function: Callable[[Any], A
     return pytree.tree_unflatten(result, specs[0])
 
 
-def read_before(norm: nn.Module, residual: Residual) -> None:
+def read_before(norm: Any, residual: Residual) -> None:
     """Make a model's final norm read the output from the state it is now given, before it normalises.
 
     A hook rather than a wrapper: the norm keeps its class, its parameter names and any kernel swapped in for it.
@@ -107,7 +107,6 @@ def read_before(norm: nn.Module, residual: Residual) -> None:
     norm.register_forward_pre_hook(_read_output)
 
 
-def _read_output(norm: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor]:
+def _read_output(norm: Any, arguments: tuple[Any, ...]) -> tuple[Tensor]:
     (state,) = arguments
-    residual: Residual = norm._residual[0]  # pyright: ignore[reportAssignmentType, reportIndexIssue]
-    return (norm.tap(residual.read(state, OUTPUT)),)
+    return (norm.tap(norm._residual[0].read(state, OUTPUT)),)

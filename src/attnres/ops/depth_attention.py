@@ -148,8 +148,8 @@ class _OnlySource(torch.autograd.Function):
         return source.view_as(source)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (grad, *(torch.zeros_like(vector) for vector in ctx.saved_tensors))
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (*grads, *(torch.zeros_like(vector) for vector in ctx.saved_tensors))
 
 
 def _only_source(source: Tensor, pseudo_query: Tensor, key_weight: Tensor | None) -> Tensor:

@@ -1,0 +1,62 @@
+"""The command line: ``attnres COMMAND``, one thin file per command.
+
+A command's module is imported only when it runs, so ``attnres --help`` is quick. A mistake of the user's ends in one
+line on standard error and exit status 2; anything else keeps its traceback.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from attnres import __version__
+from attnres.errors import AttnResError
+
+COMMANDS = {
+    "compare": "train several residual strategies from the same start and compare them",
+    "train": "train one model",
+    "eval": "validation loss of a trained model",
+    "generate": "continue a prompt with a trained model",
+    "report": "HTML report and table of a run or a comparison",
+    "schedule": "print which sources each site reads",
+    "data": "prepare text for training",
+    "bench": "time one read against its memory floor",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0 when done, 2 after a mistake in the input, 130 when interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        raise SystemExit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        print(f"attnres {__version__}")
+        return
+    name, *rest = arguments
+    if name not in COMMANDS:
+        _fail(f"command is {name!r}; allowed: {', '.join(COMMANDS)}")
+    try:
+        importlib.import_module(f"attnres.cli.{name}").main(rest)
+    except AttnResError as error:
+        _fail(str(error))
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader, such as `head`, has had enough
+    except KeyboardInterrupt:
+        print("attnres: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _fail(message: str) -> None:
+    print(f"attnres: error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items())
+    return (
+        "usage: attnres COMMAND [OPTIONS]\n\n"
+        "Attention Residuals: a softmax attention over depth in place of the fixed residual sum.\n\n"
+        f"commands:\n{commands}\n\n"
+        "options:\n  -h, --help  show this help, or that of a command\n  --version   show the version"
+    )

@@ -1,0 +1,75 @@
+"""``attnres compare``: train several residual strategies from the same start and compare them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from attnres.analysis import comparison_table, load_comparison, render_table, write_report
+from attnres.cli.options import DEFAULT_PRESET, PresetName, base_config, print_plan
+from attnres.cli.parsing import parse
+from attnres.experiments.compare import Comparison, compare, seeds_from
+from attnres.optim import OptimConfig
+from attnres.train import DataConfig, ModelConfig, RunConfig, TrainConfig
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the command."""
+    parse(_command(arguments), arguments, command="compare")
+
+
+def _command(arguments: Sequence[str]) -> Any:
+    base = base_config(arguments)
+
+    def compare_command(
+        *,
+        arms: list[str],
+        out: Path,
+        seeds: int = 1,
+        preset: PresetName = DEFAULT_PRESET,
+        model: ModelConfig = base.model,
+        data: DataConfig = base.data,
+        optim: OptimConfig = base.optim,
+        train: TrainConfig = base.train,
+        resume: bool = False,
+        dry_run: bool = False,
+    ) -> None:
+        """Train several residual strategies from the same weights on the same data, and compare them.
+
+        Prints a table and writes OUT/report.html. PreNorm is the baseline where it is an arm, else the first arm.
+
+        Args:
+            arms: Strategies: prenorm, full, block; with settings as in block:num_blocks=4,read_scale=sum.
+            out: Folder to make, with one run folder per arm and seed.
+            seeds: Number of seeds; arms are paired by seed, and three or more give an interval worth reading.
+            preset: Where all other settings start from.
+            model: The decoder.
+            data: What it reads.
+            optim: How it is updated.
+            train: How long, how much at a time, and on what; its seed is that of the run.
+            resume: Go on with a comparison that was broken off, or add arms and seeds to it.
+            dry_run: Print the resolved config of each arm with parameters, memory and FLOPs per token, and stop.
+        """
+        del preset
+        config = RunConfig(residual=base.residual, model=model, data=data, optim=optim, train=train)
+        comparison = Comparison(arms=tuple(arms), seeds=seeds_from(seeds), base=config)
+        if dry_run:
+            for _, run in comparison.runs():
+                if run.train.seed == comparison.seeds[0]:
+                    print_plan(run)
+            return
+        compare(comparison, out, resume=resume)
+        show(out)
+
+    return compare_command
+
+
+def show(folder: Path) -> None:
+    """Print the table of a comparison and write its report."""
+    report = write_report(folder)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    console.print(render_table(comparison_table(load_comparison(folder))))
+    console.print(f"report: {report}", soft_wrap=True)

@@ -1,0 +1,47 @@
+"""``attnres eval``: validation loss of a trained model."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from attnres.cli.parsing import parse
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the command."""
+    parse(eval_command, arguments, command="eval")
+
+
+def eval_command(
+    folder: Path,
+    /,
+    *,
+    split: Literal["valid", "train"] = "valid",
+    sequences: int | None = None,
+    json_output: bool = False,
+) -> None:
+    """Evaluate the newest checkpoint of a run.
+
+    Args:
+        folder: Run folder.
+        split: Part of the run's dataset.
+        sequences: Windows to read, evenly spread over the split; all of them by default.
+        json_output: Print JSON instead of a line.
+    """
+    from attnres.errors import ConfigError
+    from attnres.experiments.trained import evaluate, load_trained
+
+    if sequences is not None and sequences < 1:
+        raise ConfigError(f"sequences is {sequences}; allowed: 1 or more")
+    trained = load_trained(folder)
+    loss, bits_per_byte = evaluate(trained, split=split, sequences=sequences)
+    numbers = {"split": split, "loss": loss, "bits_per_byte": bits_per_byte, "perplexity": math.exp(loss)}
+    if json_output:
+        print(json.dumps({"checkpoint": str(trained.checkpoint), **numbers}))
+        return
+    print(
+        f"{trained.checkpoint}: {split} loss {loss:.4f} nats/token, {bits_per_byte:.4f} bits/byte, "
+        f"perplexity {math.exp(loss):.2f}"
+    )

@@ -1,0 +1,44 @@
+"""What `train` and `compare` share: the preset that other options change."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Literal
+
+from attnres.cli.parsing import peek
+from attnres.errors import ConfigError
+from attnres.experiments.arms import strategy_of
+from attnres.experiments.describe import describe
+from attnres.experiments.presets import preset
+from attnres.residual import STRATEGIES, Strategy
+from attnres.train import RunConfig
+
+PresetName = Literal["tiny", "small"]
+DEFAULT_PRESET: PresetName = "tiny"
+
+
+def base_config(arguments: Sequence[str]) -> RunConfig:
+    """The preset that the arguments name.
+
+    Raises:
+        ConfigError: There is no such preset.
+    """
+    return preset(peek(arguments, "--preset") or DEFAULT_PRESET)
+
+
+def residual_default(arguments: Sequence[str], default: str) -> tuple[str, Strategy]:
+    """The strategy that ``--residual NAME`` names, whose settings are then options of their own.
+
+    Raises:
+        ConfigError: There is no such strategy.
+    """
+    name = peek(arguments, "--residual") or default
+    if name not in STRATEGIES:
+        raise ConfigError(f"residual is {name!r}; allowed: {', '.join(STRATEGIES)}")
+    by_count = any(argument.split("=")[0] == "--residual.num-blocks" for argument in arguments)
+    return name, strategy_of(name, {"num_blocks": 1} if by_count and name == "block" else {})
+
+
+def print_plan(config: RunConfig) -> None:
+    """The resolved config and what it costs, for ``--dry-run``."""
+    print(json.dumps({**config.to_dict(), "plan": dataclasses.asdict(describe(config))}, indent=2))

@@ -1,0 +1,1 @@
+"""Complete runs and studies: presets, one run, and arms compared by seeds."""

@@ -1,0 +1,69 @@
+"""Arms of a comparison as words: ``block``, or ``block:num_blocks=4,read_scale=sum``."""
+
+import re
+from typing import Any
+
+from attnres.errors import ConfigError
+from attnres.residual import STRATEGIES, BlockAttnRes, Strategy
+from attnres.train import RunConfig
+
+DEFAULTS: dict[str, dict[str, Any]] = {BlockAttnRes.short_name: {"sublayers_per_block": 4}}
+"""Settings of a strategy that has to have some; four sublayers a block is the paper's best of its ablation."""
+
+
+def parse_arm(word: str) -> Strategy:
+    """The strategy that a word stands for.
+
+    Args:
+        word: A strategy's short name, optionally followed by ``:key=value`` pairs separated by commas.
+
+    Raises:
+        ConfigError: The name or a key is unknown, or a value is not allowed.
+
+    Example:
+        >>> parse_arm("block:num_blocks=4").label
+        'Block AttnRes (N=4)'
+    """
+    name, _, settings = word.partition(":")
+    if name not in STRATEGIES:
+        raise ConfigError(f"arm is {word!r}; allowed: {', '.join(STRATEGIES)}, each with settings as in NAME:key=value")
+    given = dict(_setting(word, part) for part in settings.split(",") if part)
+    return strategy_of(name, given)
+
+
+def strategy_of(name: str, settings: dict[str, Any]) -> Strategy:
+    """The strategy of a short name with settings, and with its defaults where none is given.
+
+    Raises:
+        ConfigError: A key is unknown, or a value is not allowed.
+    """
+    cls = STRATEGIES[name]
+    defaults = {} if {"sublayers_per_block", "num_blocks"} & settings.keys() else DEFAULTS.get(name, {})
+    config = RunConfig.from_dict({"residual": {"type": cls.__name__, **defaults, **settings}})
+    return config.residual
+
+
+def arm_folder(word: str, seed: int) -> str:
+    """Name of the run folder of an arm and seed.
+
+    Example:
+        >>> arm_folder("block:num_blocks=4", 0)
+        'block-num-blocks-4-seed0'
+    """
+    return f"{re.sub('[^A-Za-z0-9.]+', '-', word).strip('-')}-seed{seed}"
+
+
+def _setting(word: str, part: str) -> tuple[str, Any]:
+    key, equals, value = part.partition("=")
+    if not equals:
+        raise ConfigError(f"arm is {word!r}; allowed after the colon: key=value pairs separated by commas")
+    return key.strip().replace("-", "_"), _value(value.strip())
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)

@@ -1,0 +1,148 @@
+"""Arms by seeds: every strategy from the same weights, on the same data in the same order.
+
+One run folder per arm and seed, and a ``compare.json`` that says which belong together; table and report are made from
+those files alone. Runs go seed by seed, so that a comparison that is broken off is still paired, and each in a process
+of its own, so that memory and speed of one do not depend on the ones before it.
+"""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from attnres.errors import ConfigError
+from attnres.experiments.arms import arm_folder, parse_arm
+from attnres.experiments.models import hf_config, open_data
+from attnres.experiments.run import run
+from attnres.residual import PreNorm, reads
+from attnres.train import RunConfig, load_run_config, resolve
+from attnres.train.files import replace_text, to_json
+
+COMPARE = "compare.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Which runs make a comparison.
+
+    Raises:
+        ConfigError: There is no arm or seed, one is given twice, or an arm does not fit the model.
+    """
+
+    arms: tuple[str, ...]
+    """Strategies as words (see `attnres.experiments.arms`); the baseline is PreNorm, or the first if it is absent."""
+    seeds: tuple[int, ...]
+    """Seeds of weights and data order; each arm runs with each."""
+    base: RunConfig
+    """Everything but strategy and seed."""
+
+    def __post_init__(self) -> None:
+        for name, values in (("arms", self.arms), ("seeds", self.seeds)):
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"{name} are {list(values)}; allowed: at least one, each once")
+        folders = [arm_folder(arm, 0) for arm in self.arms]
+        if len(set(folders)) < len(folders):
+            raise ConfigError(f"arms are {list(self.arms)}; two of them have the same folder name")
+        depth = 2 * hf_config(self.base.model, self.base.data).num_hidden_layers
+        for arm in self.arms:
+            reads(depth, parse_arm(arm))
+
+    @property
+    def baseline(self) -> str:
+        """The arm that the others are compared with."""
+        prenorm = [arm for arm in self.arms if isinstance(parse_arm(arm), PreNorm)]
+        return prenorm[0] if prenorm else self.arms[0]
+
+    def runs(self) -> Iterator[tuple[str, RunConfig]]:
+        """Folder name and config of each run, seed by seed."""
+        for seed in self.seeds:
+            for arm in self.arms:
+                train = replace(self.base.train, seed=seed)
+                yield arm_folder(arm, seed), replace(self.base, residual=parse_arm(arm), train=train)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Contents of ``compare.json``."""
+        return {
+            "format": FORMAT,
+            "arms": list(self.arms),
+            "baseline": self.baseline,
+            "seeds": list(self.seeds),
+            "runs": {arm: [arm_folder(arm, seed) for seed in self.seeds] for arm in self.arms},
+            "labels": {arm: parse_arm(arm).label for arm in self.arms},
+        }
+
+
+def compare(
+    comparison: Comparison, out: Path, *, resume: bool = False, progress: bool = True, isolate: bool = True
+) -> None:
+    """Train every run of a comparison into ``out``.
+
+    Args:
+        comparison: The runs.
+        out: A new folder, or with ``resume`` that of a comparison to go on with: finished runs are kept, broken-off
+            ones go on, and arms and seeds may have been added.
+        resume: Whether ``out`` may exist.
+        progress: Whether to show progress on standard error.
+        isolate: Whether each run has a process of its own.
+
+    Raises:
+        ConfigError: ``out`` exists and ``resume`` is false, or it holds runs that are not this comparison's.
+        AttnResError: A run cannot be made; those before it are whole.
+    """
+    if out.exists() and not resume:
+        raise ConfigError(f"comparison folder {out} exists; allowed: a new path, or --resume to go on with it")
+    if out.exists() and not (out / COMPARE).is_file():
+        raise ConfigError(f"{out} has no {COMPARE}, so there is no comparison to go on with")
+    open_data(comparison.base.data)
+    out.mkdir(parents=True, exist_ok=True)
+    replace_text(out / COMPARE, to_json(_merged(out, comparison.to_dict())))
+    for name, config in comparison.runs():
+        folder = out / name
+        if _is_finished(folder, config):
+            continue
+        _run(config, folder, resume=folder.exists(), progress=progress, isolate=isolate)
+
+
+def seeds_from(count: int) -> tuple[int, ...]:
+    """The seeds 0, 1, ... of a number of seeds.
+
+    Raises:
+        ConfigError: The number is below 1.
+    """
+    if count < 1:
+        raise ConfigError(f"seeds is {count}; allowed: 1 or more")
+    return tuple(range(count))
+
+
+def _run(config: RunConfig, folder: Path, *, resume: bool, progress: bool, isolate: bool) -> None:
+    if not isolate:
+        run(config, folder, resume=resume, progress=progress)
+        return
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        pool.submit(run, config, folder, resume=resume, progress=progress).result()
+
+
+def _is_finished(folder: Path, config: RunConfig) -> bool:
+    return (folder / "result.json").is_file() and load_run_config(folder) == resolve(config)
+
+
+def _merged(out: Path, new: dict[str, Any]) -> dict[str, Any]:
+    """With the arms and seeds of an earlier call into the same folder, so that no run is forgotten."""
+    try:
+        old = json.loads((out / COMPARE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return new
+    arms = [*old["arms"], *(arm for arm in new["arms"] if arm not in old["arms"])]
+    seeds = sorted({*old["seeds"], *new["seeds"]})
+    return {
+        **new,
+        "arms": arms,
+        "baseline": old["baseline"],
+        "seeds": seeds,
+        "runs": {arm: [arm_folder(arm, seed) for seed in seeds] for arm in arms},
+        "labels": {**old["labels"], **new["labels"]},
+    }

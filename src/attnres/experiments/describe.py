@@ -1,0 +1,52 @@
+"""What a run will cost, from its config alone: parameters, memory of the training state, arithmetic per token."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attnres.experiments.models import hf_config
+from attnres.models import build
+from attnres.optim import is_depth_parameter
+from attnres.train import RunConfig
+
+BYTES_PER_FLOAT = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Costs of a run."""
+
+    parameters: int
+    """All parameters, tied ones once."""
+    extra_parameters: int
+    """Pseudo-queries and key weights."""
+    training_tokens: int
+    """Tokens of the whole run."""
+    state_bytes: int
+    """Weights, gradients and optimizer state in float32; activations come on top."""
+    flops_per_token: float
+    """Forward and backward: six per weight that multiplies, and ``6 * layers * context * dim`` for causal attention."""
+
+
+def describe(config: RunConfig) -> Plan:
+    """Count on the meta device; nothing is allocated.
+
+    Raises:
+        ConfigError: The strategy does not fit the depth.
+    """
+    shape = hf_config(config.model, config.data)
+    with torch.device("meta"):
+        model = build(shape, config.residual, dtype=torch.float32)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    slots = 4 if config.optim.optimizer == "adamw" else 3  # weight, gradient, and one or two of the optimizer's
+    by_adamw = sum(p.numel() for p in model.parameters() if p.dim() != 2)
+    attention = 6.0 * shape.num_hidden_layers * config.data.context * shape.hidden_size
+    return Plan(
+        parameters=sum(sizes.values()),
+        extra_parameters=sum(size for name, size in sizes.items() if is_depth_parameter(name)),
+        training_tokens=config.train.steps * config.tokens_per_step,
+        state_bytes=BYTES_PER_FLOAT * (slots * sum(sizes.values()) + (4 - slots) * by_adamw),
+        flops_per_token=6.0 * matrices + attention,
+    )

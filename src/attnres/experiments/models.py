@@ -1,0 +1,100 @@
+"""The model and the data that a run's config asks for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, KimiLinearConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from attnres.data import END_OF_TEXT_ID, Dataset, default_dataset, open_dataset
+from attnres.errors import ConfigError
+from attnres.models import build
+from attnres.train import DataConfig, ModelConfig, RunConfig
+
+
+def build_model(config: RunConfig) -> Any:
+    """A new model of a run; the seed decides the base weights, which are the same under every strategy.
+
+    Raises:
+        ConfigError: The Hugging Face config cannot be read, or the strategy does not fit the depth.
+        UnsupportedModelError: The family is not supported.
+    """
+    torch.manual_seed(config.train.seed)
+    return build(hf_config(config.model, config.data), config.residual, dtype=torch.float32)
+
+
+def hf_config(model: ModelConfig, data: DataConfig) -> PreTrainedConfig:
+    """The Hugging Face config that a model config stands for.
+
+    Raises:
+        ConfigError: ``hf_config`` names a file that is missing or is not a config.
+    """
+    if model.hf_config is not None:
+        return _read_hf_config(Path(model.hf_config), data)
+    shape = {
+        "vocab_size": data.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "rms_norm_eps": model.rms_norm_eps,
+        "initializer_range": model.initializer_range,
+        "max_position_embeddings": max(data.context, 2048),
+        "bos_token_id": None,
+        "eos_token_id": END_OF_TEXT_ID,
+        "pad_token_id": None,
+    }
+    return {"llama": LlamaConfig, "qwen3": _qwen3, "kimi_linear": _kimi_linear}[model.family](**shape)
+
+
+def open_data(data: DataConfig) -> Dataset:
+    """The dataset of a run; the bundled corpus is tokenized on first use.
+
+    Raises:
+        DataError: The dataset is missing or damaged.
+    """
+    if data.dataset == "bundled":
+        return default_dataset(vocab_size=data.vocab_size)
+    return open_dataset(Path(data.dataset))
+
+
+def _qwen3(**shape: Any) -> Qwen3Config:
+    return Qwen3Config(head_dim=shape["hidden_size"] // shape["num_attention_heads"], **shape)
+
+
+def _kimi_linear(**shape: Any) -> KimiLinearConfig:
+    """Kimi Linear at any width: three KDA layers to one MLA layer, eight experts, two of them active."""
+    head = shape["hidden_size"] // shape["num_attention_heads"]
+    layers = range(shape["num_hidden_layers"])
+    return KimiLinearConfig(
+        layer_types=["full_attention" if layer % 4 == 3 else "linear_attention" for layer in layers],
+        moe_intermediate_size=shape["intermediate_size"] // 2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        kv_lora_rank=shape["hidden_size"] // 4,
+        qk_nope_head_dim=head,
+        qk_rope_head_dim=head // 2,
+        v_head_dim=head,
+        linear_head_dim=head,
+        linear_num_heads=shape["num_attention_heads"],
+        **shape,
+    )
+
+
+def _read_hf_config(path: Path, data: DataConfig) -> PreTrainedConfig:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        kind = settings.pop("model_type")
+    except OSError as error:
+        raise ConfigError(f"model.hf_config is {path}; it cannot be read ({error.strerror})") from error
+    except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"model.hf_config is {path}; allowed: a config.json with a model_type") from error
+    config = AutoConfig.for_model(kind, **settings)
+    if config.vocab_size != data.vocab_size:
+        raise ConfigError(
+            f"vocab_size in {path} is {config.vocab_size}; allowed: {data.vocab_size}, the data's (data.vocab_size)"
+        )
+    return config

@@ -1,0 +1,47 @@
+"""One run from its config alone: data, model, training, and what is measured along depth at the end."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnres.analysis.probe import probe
+from attnres.experiments.models import build_model, open_data
+from attnres.train import Callback, Resume, RunConfig, RunContext, Trainer
+from attnres.train.files import replace_text, to_json
+
+DEPTH = "depth.json"
+PROBE_SEQUENCES = 16
+"""Validation windows that the measurement along depth averages over."""
+
+
+class DepthProbe(Callback):
+    """Measures magnitudes and the mixing matrix of the trained model, into ``depth.json``."""
+
+    def on_end(self, context: RunContext, result: dict[str, Any]) -> None:
+        """Probe the first validation windows."""
+        del result
+        inputs, targets = (torch.cat(parts) for parts in zip(*context.evaluator.batches(), strict=True))
+        measured = probe(context.model, inputs[:PROBE_SEQUENCES], targets[:PROBE_SEQUENCES])
+        replace_text(context.folder / DEPTH, to_json(measured.to_dict()))
+
+
+def run(config: RunConfig, folder: Path, *, resume: Resume = False, progress: bool = True) -> dict[str, Any]:
+    """Train one run and measure it.
+
+    Args:
+        config: The run.
+        folder: Where it goes; a new folder unless ``resume``.
+        resume: Go on with the run in the folder.
+        progress: Whether to show progress on standard error.
+
+    Returns:
+        What is in ``result.json``.
+
+    Raises:
+        AttnResError: The config, the data or the folder cannot be used, or training broke off.
+    """
+    trainer = Trainer(
+        build_model(config), open_data(config.data), config, folder, callbacks=[DepthProbe()], progress=progress
+    )
+    return trainer.fit(resume=resume)
