@@ -32,6 +32,7 @@ def _command(arguments: Sequence[str]) -> Any:
         data: DataConfig = base.data,
         optim: OptimConfig = base.optim,
         train: TrainConfig = base.train,
+        jobs: int = 1,
         resume: bool = False,
         dry_run: bool = False,
     ) -> None:
@@ -48,6 +49,7 @@ def _command(arguments: Sequence[str]) -> Any:
             data: What it reads.
             optim: How it is updated.
             train: How long, how much at a time, and on what; its seed is that of the run.
+            jobs: Runs at a time. More than one finishes sooner and distorts the measured speeds; set --train.threads.
             resume: Go on with a comparison that was broken off, or add arms and seeds to it.
             dry_run: Print the resolved config of each arm with parameters, memory and FLOPs per token, and stop.
         """
@@ -59,7 +61,7 @@ def _command(arguments: Sequence[str]) -> Any:
                 if run.train.seed == comparison.seeds[0]:
                     print_plan(run)
             return
-        compare(comparison, out, resume=resume)
+        compare(comparison, out, resume=resume, jobs=jobs)
         show(out)
 
     return compare_command

@@ -6,17 +6,19 @@ of its own, so that memory and speed of one do not depend on the ones before it.
 """
 
 import json
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
 from attnres.errors import ConfigError
 from attnres.experiments.arms import arm_folder, parse_arm
 from attnres.experiments.models import hf_config, open_data
-from attnres.experiments.run import run
+from attnres.experiments.run import Progress, run
 from attnres.residual import PreNorm, reads
 from attnres.train import RunConfig, load_run_config, resolve
 from attnres.train.files import replace_text, to_json
@@ -77,7 +79,13 @@ class Comparison:
 
 
 def compare(
-    comparison: Comparison, out: Path, *, resume: bool = False, progress: bool = True, isolate: bool = True
+    comparison: Comparison,
+    out: Path,
+    *,
+    resume: bool = False,
+    jobs: int = 1,
+    progress: bool = True,
+    isolate: bool = True,
 ) -> None:
     """Train every run of a comparison into ``out``.
 
@@ -86,25 +94,30 @@ def compare(
         out: A new folder, or with ``resume`` that of a comparison to go on with: finished runs are kept, broken-off
             ones go on, and arms and seeds may have been added.
         resume: Whether ``out`` may exist.
+        jobs: Runs at a time, each in a process of its own. More than one distorts the speeds that are measured.
         progress: Whether to show progress on standard error.
         isolate: Whether each run has a process of its own.
 
     Raises:
-        ConfigError: ``out`` exists and ``resume`` is false, or it holds runs that are not this comparison's.
+        ConfigError: ``out`` exists and ``resume`` is false, it holds runs that are not this comparison's, or there are
+            no jobs.
         AttnResError: A run cannot be made; those before it are whole.
     """
+    if jobs < 1:
+        raise ConfigError(f"jobs is {jobs}; allowed: 1 or more")
     if out.exists() and not resume:
         raise ConfigError(f"comparison folder {out} exists; allowed: a new path, or --resume to go on with it")
     if out.exists() and not (out / COMPARE).is_file():
         raise ConfigError(f"{out} has no {COMPARE}, so there is no comparison to go on with")
     open_data(comparison.base.data)
     out.mkdir(parents=True, exist_ok=True)
-    replace_text(out / COMPARE, to_json(_merged(out, comparison.to_dict())))
-    for name, config in comparison.runs():
-        folder = out / name
-        if _is_finished(folder, config):
-            continue
-        _run(config, folder, resume=folder.exists(), progress=progress, isolate=isolate)
+    replace_text(out / COMPARE, to_json(_merged(out, {**comparison.to_dict(), "jobs": jobs})))
+    waiting = [(config, out / name) for name, config in comparison.runs() if not _is_finished(out / name, config)]
+    if isolate:
+        _run_isolated(waiting, jobs, progress="plain" if progress and jobs > 1 else progress)
+        return
+    for config, folder in waiting:
+        run(config, folder, resume=folder.exists(), progress=progress)
 
 
 def seeds_from(count: int) -> tuple[int, ...]:
@@ -118,12 +131,32 @@ def seeds_from(count: int) -> tuple[int, ...]:
     return tuple(range(count))
 
 
-def _run(config: RunConfig, folder: Path, *, resume: bool, progress: bool, isolate: bool) -> None:
-    if not isolate:
-        run(config, folder, resume=resume, progress=progress)
-        return
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        pool.submit(run, config, folder, resume=resume, progress=progress).result()
+def _run_isolated(waiting: Sequence[tuple[RunConfig, Path]], jobs: int, progress: Progress) -> None:
+    """Each run in a fresh process; the first error stops those that have not begun."""
+    with ProcessPoolExecutor(
+        jobs, mp_context=get_context("spawn"), max_tasks_per_child=1, initializer=_end_with_parent
+    ) as pool:
+        futures = [
+            pool.submit(run, config, folder, resume=folder.exists(), progress=progress) for config, folder in waiting
+        ]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is killed, instead of training on unseen."""
+    parent = parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _is_finished(folder: Path, config: RunConfig) -> bool:

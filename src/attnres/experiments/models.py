@@ -66,7 +66,11 @@ def _qwen3(**shape: Any) -> Qwen3Config:
 
 
 def _kimi_linear(**shape: Any) -> KimiLinearConfig:
-    """Kimi Linear at any width: three KDA layers to one MLA layer, eight experts, two of them active."""
+    """Kimi Linear at any width: three KDA layers to one MLA layer, eight experts, two of them active.
+
+    Its MLA has as many key and value heads as query heads, whatever the model config says.
+    """
+    shape = {**shape, "num_key_value_heads": shape["num_attention_heads"]}
     head = shape["hidden_size"] // shape["num_attention_heads"]
     layers = range(shape["num_hidden_layers"])
     return KimiLinearConfig(

@@ -1,7 +1,7 @@
 """One run from its config alone: data, model, training, and what is measured along depth at the end."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -9,8 +9,11 @@ from attnres.analysis.probe import probe
 from attnres.experiments.models import build_model, open_data
 from attnres.train import Callback, Resume, RunConfig, RunContext, Trainer
 from attnres.train.files import replace_text, to_json
+from attnres.train.progress import PlainDisplay
 
 DEPTH = "depth.json"
+Progress = bool | Literal["plain"]
+"""Whether to show progress; ``"plain"`` prints lines even on a terminal, for several runs at once."""
 PROBE_SEQUENCES = 16
 """Validation windows that the measurement along depth averages over."""
 
@@ -26,7 +29,7 @@ class DepthProbe(Callback):
         replace_text(context.folder / DEPTH, to_json(measured.to_dict()))
 
 
-def run(config: RunConfig, folder: Path, *, resume: Resume = False, progress: bool = True) -> dict[str, Any]:
+def run(config: RunConfig, folder: Path, *, resume: Resume = False, progress: Progress = True) -> dict[str, Any]:
     """Train one run and measure it.
 
     Args:
@@ -41,7 +44,8 @@ def run(config: RunConfig, folder: Path, *, resume: Resume = False, progress: bo
     Raises:
         AttnResError: The config, the data or the folder cannot be used, or training broke off.
     """
+    display = PlainDisplay(folder.name, config.train.steps) if progress == "plain" else progress
     trainer = Trainer(
-        build_model(config), open_data(config.data), config, folder, callbacks=[DepthProbe()], progress=progress
+        build_model(config), open_data(config.data), config, folder, callbacks=[DepthProbe()], progress=display
     )
     return trainer.fit(resume=resume)

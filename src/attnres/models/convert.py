@@ -35,7 +35,7 @@ def build(config: PreTrainedConfig, strategy: Strategy, *, dtype: torch.dtype | 
         >>> from attnres.residual import BlockAttnRes
         >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
         >>> build(config, BlockAttnRes(sublayers_per_block=2)).num_parameters()
-        30304
+        25056
     """
     keywords = {} if dtype is None else {"dtype": dtype}
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **keywords)

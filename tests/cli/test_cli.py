@@ -1,0 +1,254 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import attnres
+from attnres.cli import COMMANDS, main
+from experiments.runs import dataset
+from experiments.test_compare import assert_same_run
+
+SMALL = [
+    "--model.hidden-size", "16", "--model.intermediate-size", "24", "--model.num-hidden-layers", "2",
+    "--model.num-attention-heads", "2", "--model.num-key-value-heads", "1", "--data.context", "16",
+    "--optim.warmup-steps", "1", "--train.batch-size", "2", "--train.eval-sequences", "4", "--train.precision", "fp32",
+    "--train.threads", "1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def options(data):
+    return [*SMALL, "--data.dataset", str(data.folder), "--data.vocab-size", str(data.vocab_size)]
+
+
+@pytest.fixture(scope="module")
+def trained(options, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "block"
+    main(["train", "--out", str(out), "--residual", "block", "--residual.sublayers-per-block", "2", *options,
+          "--train.steps", "4"])  # fmt: skip
+    return out
+
+
+def fails(arguments, capsys):
+    """The one line that a wrong call prints."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    assert stop.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1, printed.err
+    return printed.err
+
+
+def tree(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_import_is_light():
+    code = "import sys, attnres, attnres.cli; print(sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_help_names_every_command_and_each_has_its_own(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    overview = capsys.readouterr().out
+    for command in COMMANDS:
+        assert re.search(rf"^  {command} ", overview, re.M)
+    for command in ("compare", "train", "eval", "generate", "report", "schedule"):
+        with pytest.raises(SystemExit) as stop:
+            main([command, "--help"])
+        assert stop.value.code == 0
+        assert f"usage: attnres {command}" in capsys.readouterr().out
+    main(["--version"])
+    assert capsys.readouterr().out == f"attnres {attnres.__version__}\n"
+
+
+def test_train_eval_generate_and_report_work_on_one_run(trained, capsys):
+    main(["eval", str(trained), "--json-output"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["loss"] > 0
+    main(["eval", str(trained), "--split", "train", "--sequences", "3"])
+    assert "train loss" in capsys.readouterr().out
+    for _ in range(2):
+        main(["generate", str(trained), "--prompt", "it was", "--max-new-tokens", "5"])
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == second
+    assert first.startswith("it was")
+    main(["generate", str(trained), "--prompt", "it was", "--temperature", "0", "--max-new-tokens", "5"])
+    main(["report", str(trained)])
+    assert "report:" in capsys.readouterr().out
+    assert (trained / "report.html").stat().st_size > 10_000
+
+
+def test_eval_on_the_training_windows_gives_the_loss_of_the_run(trained, capsys):
+    main(["eval", str(trained), "--sequences", "4", "--json-output"])
+    assert (
+        json.loads(capsys.readouterr().out)["loss"] == json.loads((trained / "result.json").read_text())["valid_loss"]
+    )
+
+
+def test_compare_prints_a_table_and_writes_a_report(options, tmp_path, capsys):
+    main(["compare", "--arms", "prenorm", "block:num_blocks=2", "--out", str(tmp_path / "c"), *options,
+          "--train.steps", "2"])  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "PreNorm (baseline)" in printed
+    assert "Block AttnRes (N=2)" in printed
+    assert (tmp_path / "c" / "report.html").is_file()
+    main(["report", str(tmp_path / "c"), "--out", str(tmp_path / "other.html")])
+    assert (tmp_path / "other.html").read_bytes() == (tmp_path / "c" / "report.html").read_bytes()
+
+
+def test_dry_run_prints_the_resolved_config_and_costs_and_writes_nothing(options, tmp_path, capsys):
+    main(["train", "--out", str(tmp_path / "x"), "--residual", "block", "--residual.num-blocks", "2", "--dry-run",
+          *options])  # fmt: skip
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["residual"] == {
+        "type": "BlockAttnRes", "read_scale": None, "sublayers_per_block": None, "num_blocks": 2, "remainder": "tail",
+    }  # fmt: skip
+    assert plan["plan"]["parameters"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_schedule_prints_the_k3_schedule(capsys):
+    main(["schedule", "--layers", "93", "--sublayers-per-block", "24"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Block AttnRes (S=24): 93 layers, 186 sublayers, 187 reads of 1003 sources, at most 9 at once"
+    assert lines[1] == "blocks: 8 of 24, 24, 24, 24, 24, 24, 24, 18 sublayers"
+    assert lines[2].split() == ["site", "0", "layer", "0", "attention", "1", "E"]
+    assert len(lines) == 2 + 187
+    main(["schedule", "--layers", "1", "--residual", "full", "--json-output"])
+    assert json.loads(capsys.readouterr().out) == [["E"], ["E", "c0"], ["E", "c0", "c1"]]
+
+
+def test_data_prepare_then_train_on_it(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("It was the best of times, it was the worst of times. " * 200)
+    main(["data", "prepare", str(tmp_path / "d"), "--train", str(tmp_path / "a.txt"), "--tokenizer", "bytes"])
+    assert "257 token ids" in capsys.readouterr().out
+    main(["train", "--out", str(tmp_path / "r"), *SMALL, "--data.dataset", str(tmp_path / "d"), "--data.vocab-size",
+          "257", "--train.steps", "2"])  # fmt: skip
+    assert "step 2" in capsys.readouterr().out
+
+
+def test_killed_and_resumed_on_the_command_line_is_bitwise_the_uninterrupted_run(options, tmp_path):
+    arguments = ["train", "--residual", "full", *options, "--train.steps", "40", "--train.checkpoint-every", "7"]
+    main([*arguments, "--out", str(tmp_path / "whole")])
+    killed = tmp_path / "killed"
+    command = [sys.executable, "-m", "attnres", *arguments, "--out", str(killed)]
+    for steps in (8, 22):
+        process = subprocess.Popen(
+            [*command, *(["--resume"] if killed.exists() else [])],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        wait_for(killed / "metrics.jsonl", steps, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (killed / "result.json").exists()
+    main(["train", "--out", str(killed), "--resume"])
+    assert_same_run(tmp_path / "whole", killed)
+
+
+def wait_for(metrics: Path, lines: int, process: subprocess.Popen) -> None:
+    until = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < lines:
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < until, "the run did not get far enough"
+        time.sleep(0.002)
+
+
+BAD = {
+    "unknown command": (["trian"], r"command is 'trian'; allowed: compare, train"),
+    "no arm": (["compare", "--out", "{out}"], r"Missing from attnres compare: --arms"),
+    "unknown arm": (["compare", "--arms", "prenorm", "mhc", "--out", "{out}"], r"arm is 'mhc'; allowed: prenorm"),
+    "arm twice": (["compare", "--arms", "full", "full", "--out", "{out}"], r"arms are \['full', 'full'\]; allowed"),
+    "no seed": (["compare", "--arms", "full", "--seeds", "0", "--out", "{out}"], r"seeds is 0; allowed: 1 or more"),
+    "unknown preset": (["train", "--preset", "huge", "--out", "{out}"], r"preset is 'huge'; allowed: tiny, small"),
+    "unknown key": (["train", "--train.stps", "3", "--out", "{out}"], r"--train.stps.*perhaps you meant --train.steps"),
+    "wrong type": (["train", "--train.steps", "many", "--out", "{out}"], r"--train.steps.*'many'"),
+    "wrong choice": (["train", "--train.precision", "fp8", "--out", "{out}"], r"'fp8'.*'auto', 'fp32', 'bf16'"),
+    "no steps": (["train", "--train.steps", "0", "--out", "{out}"], r"steps is 0; allowed: 1 or more"),
+    "unknown residual": (["train", "--residual", "mhc", "--out", "{out}"], r"residual is 'mhc'; allowed: prenorm"),
+    "S below 1": (["train", "--residual", "block", "--residual.sublayers-per-block", "0", "--out", "{out}"],
+                  r"sublayers_per_block is 0; allowed is a whole number of 1 or more"),
+    "both block settings": (["train", "--residual", "block", "--residual.sublayers-per-block", "2",
+                             "--residual.num-blocks", "2", "--out", "{out}"], r"give exactly one of the two"),
+    "too many blocks": (["train", "--residual", "block", "--residual.num-blocks", "99", "--out", "{out}"],
+                        r"num_blocks is 99; allowed is 1 to 4"),
+    "vocabulary": (["train", "--data.vocab-size", "300", "--out", "{out}"], r"vocab.*300.*257"),
+    "context": (["train", "--data.context", "100000", "--out", "{out}"], r"context.*100000"),
+    "no dataset": (["train", "--data.dataset", "{out}/nowhere", "--out", "{out}"], r"nowhere"),
+    "no run": (["eval", "{out}"], r"not a run folder"),
+    "no run to report": (["report", "{out}"], r"{out}"),
+    "no run to resume": (["train", "--resume", "--out", "{out}"], r"not a run folder"),
+    "empty prompt": (["generate", "{run}", "--prompt", ""], r"prompt is ''; allowed: some text"),
+    "no schedule": (["schedule", "--layers", "0", "--sublayers-per-block", "2"], r"num_sublayers is 0"),
+    "benchmark": (["bench", "op", "--tokens", "0"], r"tokens is 0; allowed: 1 or more"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_exit_status_2_and_nothing_written(name, options, trained, tmp_path, capsys):
+    arguments, message = BAD[name]
+    out = tmp_path / "out"
+    places = {"{out}": str(out), "{run}": str(trained)}
+    filled = [re.sub(r"\{\w+\}", lambda m: places[m[0]], argument) for argument in arguments]
+    if filled[0] in ("train", "compare") and "--resume" not in filled:
+        filled = [filled[0], *without_given(options, filled), *filled[1:]]
+    line = fails(filled, capsys)
+    assert re.search(message.replace("{out}", re.escape(str(out))), line), line
+    assert list(tmp_path.iterdir()) == []
+
+
+def without_given(options, filled):
+    """The test's own options but for those that the case sets itself."""
+    pairs = zip(options[::2], options[1::2], strict=True)
+    return [part for pair in pairs if pair[0] not in filled for part in pair]
+
+
+def test_a_run_folder_that_exists_is_left_as_it_is(options, trained, capsys):
+    before = tree(trained)
+    assert "exists; allowed" in fails(["train", "--out", trained, *options], capsys)
+    assert "exists; allowed" in fails(["compare", "--arms", "full", "--out", trained, *options], capsys)
+    assert "no compare.json" in fails(["compare", "--arms", "full", "--resume", "--out", trained, *options], capsys)
+    assert tree(trained) == before
+
+
+def test_other_settings_on_resume_are_refused_by_name(trained, options, capsys):
+    before = tree(trained)
+    line = fails(["train", "--out", trained, "--resume", "--residual", "full", *options, "--train.steps", "8"], capsys)
+    assert "residual" in line
+    assert "BlockAttnRes" in line
+    assert tree(trained) == before
+
+
+def test_a_corrupted_shard_and_a_damaged_checkpoint_are_refused_by_name(options, trained, tmp_path, capsys):
+    import shutil
+
+    folder = Path(options[options.index("--data.dataset") + 1])
+    data = shutil.copytree(folder, tmp_path / "data")
+    shard = data / "train.bin"
+    content = bytearray(shard.read_bytes())
+    content[1001] ^= 1
+    shard.write_bytes(content)
+    changed = [str(data) if option == str(folder) else option for option in options]
+    assert "train.bin" in fails(["train", "--out", tmp_path / "r", *changed], capsys)
+    assert not (tmp_path / "r").exists()
+    run = shutil.copytree(trained, tmp_path / "run")
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    weights = bytearray((checkpoint / "model.safetensors").read_bytes())
+    weights[-3] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(weights)
+    assert checkpoint.name in fails(["train", "--out", run, "--resume", "--train.steps", "8"], capsys)
+    assert checkpoint.name in fails(["eval", run], capsys)
