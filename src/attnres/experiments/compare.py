@@ -9,7 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -132,19 +132,20 @@ def seeds_from(count: int) -> tuple[int, ...]:
 
 
 def _run_isolated(waiting: Sequence[tuple[RunConfig, Path]], jobs: int, progress: Progress) -> None:
-    """Each run in a fresh process; the first error stops those that have not begun."""
-    with ProcessPoolExecutor(
-        jobs, mp_context=get_context("spawn"), max_tasks_per_child=1, initializer=_end_with_parent
-    ) as pool:
-        futures = [
-            pool.submit(run, config, folder, resume=folder.exists(), progress=progress) for config, folder in waiting
-        ]
+    """Each run in a fresh process, ``jobs`` at a time; the first error stops those that have not begun."""
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(_run_in_process, config, folder, progress) for config, folder in waiting]
         try:
             for future in as_completed(futures):
                 future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _run_in_process(config: RunConfig, folder: Path, progress: Progress) -> None:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_end_with_parent) as process:
+        process.submit(run, config, folder, resume=folder.exists(), progress=progress).result()
 
 
 def _end_with_parent() -> None:
