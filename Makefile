@@ -8,8 +8,7 @@ EXTRAS := test,check
 .PHONY: demo test test-fast check format bench docs clean
 
 demo: $(VENV)/.installed
-	rm -rf runs/demo
-	$(BIN)/attnres compare --arms prenorm block full --preset tiny --out runs/demo
+	$(BIN)/attnres compare --arms prenorm block full --preset tiny --out runs/demo --resume
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest

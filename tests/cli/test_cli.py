@@ -77,7 +77,7 @@ def test_help_names_every_command_and_each_has_its_own(capsys):
 
 
 def test_train_eval_generate_and_report_work_on_one_run(trained, capsys):
-    main(["eval", str(trained), "--json-output"])
+    main(["eval", str(trained), "--json"])
     result = json.loads(capsys.readouterr().out)
     assert result["loss"] > 0
     main(["eval", str(trained), "--split", "train", "--sequences", "3"])
@@ -94,7 +94,7 @@ def test_train_eval_generate_and_report_work_on_one_run(trained, capsys):
 
 
 def test_eval_on_the_training_windows_gives_the_loss_of_the_run(trained, capsys):
-    main(["eval", str(trained), "--sequences", "4", "--json-output"])
+    main(["eval", str(trained), "--sequences", "4", "--json"])
     assert (
         json.loads(capsys.readouterr().out)["loss"] == json.loads((trained / "result.json").read_text())["valid_loss"]
     )
@@ -129,7 +129,7 @@ def test_schedule_prints_the_k3_schedule(capsys):
     assert lines[1] == "blocks: 8 of 24, 24, 24, 24, 24, 24, 24, 18 sublayers"
     assert lines[2].split() == ["site", "0", "layer", "0", "attention", "1", "E"]
     assert len(lines) == 2 + 187
-    main(["schedule", "--layers", "1", "--residual", "full", "--json-output"])
+    main(["schedule", "--layers", "1", "--residual", "full", "--json"])
     assert json.loads(capsys.readouterr().out) == [["E"], ["E", "c0"], ["E", "c0", "c1"]]
 
 
@@ -194,6 +194,8 @@ BAD = {
     "no run to resume": (["train", "--resume", "--out", "{out}"], r"not a run folder"),
     "empty prompt": (["generate", "{run}", "--prompt", ""], r"prompt is ''; allowed: some text"),
     "no schedule": (["schedule", "--layers", "0", "--sublayers-per-block", "2"], r"num_sublayers is 0"),
+    "schedule settings": (["schedule", "--layers", "2", "--residual", "full", "--sublayers-per-block", "2"],
+                          r"residual is 'full' and sublayers-per-block is 2; allowed: .* with block only"),
     "benchmark": (["bench", "op", "--tokens", "0"], r"tokens is 0; allowed: 1 or more"),
 }  # fmt: skip
 
@@ -231,6 +233,19 @@ def test_other_settings_on_resume_are_refused_by_name(trained, options, capsys):
     assert "residual" in line
     assert "BlockAttnRes" in line
     assert tree(trained) == before
+
+
+def test_resume_starts_from_the_runs_own_settings(options, tmp_path, capsys):
+    out = str(tmp_path / "r")
+    main(["train", "--out", out, "--residual", "full", *options, "--train.steps", "2", "--train.checkpoint-every", "1"])
+    main(["train", "--out", out, "--resume", "--train.steps", "4", "--train.eval-every", "1"])
+    printed = capsys.readouterr().out
+    assert "step 2" in printed
+    assert "step 4" in printed
+    line = fails(["train", "--out", out, "--resume", "--train.batch-size", "4"], capsys)
+    assert "train.batch_size is 2 there, but 4 was asked for" in line
+    line = fails(["train", "--out", out, "--resume", "--preset", "small"], capsys)
+    assert "was asked for" in line
 
 
 def test_a_corrupted_shard_and_a_damaged_checkpoint_are_refused_by_name(options, trained, tmp_path, capsys):

@@ -13,6 +13,7 @@ from attnres.experiments.describe import describe
 from attnres.experiments.models import build_model
 from attnres.experiments.presets import PRESETS, preset, small
 from attnres.experiments.run import run
+from attnres.optim import build_optimizer
 from attnres.residual import BlockAttnRes, FullAttnRes, PreNorm
 from attnres.train import load_run_config, read_metrics
 from experiments.runs import dataset, small_run
@@ -101,6 +102,15 @@ def test_going_on_keeps_finished_runs_and_adds_arms_and_seeds(data, tmp_path):
     compare(Comparison(arms=("block",), seeds=(0,), base=base), out, resume=True, progress=False, isolate=False)
     listed = json.loads((out / "compare.json").read_text())
     assert (listed["arms"], listed["seeds"], listed["baseline"]) == (["prenorm", "full", "block"], [0, 1], "prenorm")
+
+
+def test_prenorm_becomes_the_baseline_when_it_is_added(data, tmp_path):
+    out, base = tmp_path / "c", small_run(data, steps=2)
+    compare(Comparison(arms=("full",), seeds=(0,), base=base), out, progress=False, isolate=False)
+    assert json.loads((out / "compare.json").read_text())["baseline"] == "full"
+    added = Comparison(arms=("prenorm",), seeds=(0,), base=base)
+    compare(added, out, resume=True, progress=False, isolate=False)
+    assert json.loads((out / "compare.json").read_text())["baseline"] == "prenorm"
 
 
 def test_a_checkpoint_of_a_comparison_of_one_arm_trains_on(data, tmp_path):
@@ -193,6 +203,12 @@ def test_presets_build_in_every_family_and_their_costs_are_counted(name, family)
     assert plan.extra_parameters == 2 * 9 * config.model.hidden_size
     assert plan.training_tokens == config.train.steps * config.train.batch_size * config.data.context
     assert plan.flops_per_token > 0
+    optimizer = build_optimizer(model, config.optim)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    slots = sum(tensor.numel() for tensor in optimizer.state_dict().values() if tensor.dim() > 0)
+    assert plan.state_bytes == 4 * (2 * plan.parameters + slots)
 
 
 def test_the_small_preset_is_as_large_as_a_study_needs():

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from attnres.analysis import comparison_table, load_comparison, render_table, write_report
+from attnres.cli.console import wide_console
 from attnres.cli.options import DEFAULT_PRESET, PresetName, base_config, print_plan
 from attnres.cli.parsing import parse
 from attnres.experiments.compare import Comparison, compare, seeds_from
@@ -70,8 +69,6 @@ def _command(arguments: Sequence[str]) -> Any:
 def show(folder: Path) -> None:
     """Print the table of a comparison and write its report."""
     report = write_report(folder)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
+    console = wide_console()
     console.print(render_table(comparison_table(load_comparison(folder))))
     console.print(f"report: {report}", soft_wrap=True)

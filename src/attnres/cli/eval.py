@@ -4,7 +4,9 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from attnres.cli.parsing import parse
 
@@ -20,7 +22,7 @@ def eval_command(
     *,
     split: Literal["valid", "train"] = "valid",
     sequences: int | None = None,
-    json_output: bool = False,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
     """Evaluate the newest checkpoint of a run.
 
@@ -28,7 +30,7 @@ def eval_command(
         folder: Run folder.
         split: Part of the run's dataset.
         sequences: Windows to read, evenly spread over the split; all of them by default.
-        json_output: Print JSON instead of a line.
+        as_json: Print JSON instead of a line.
     """
     from attnres.errors import ConfigError
     from attnres.experiments.trained import evaluate, load_trained
@@ -38,7 +40,7 @@ def eval_command(
     trained = load_trained(folder)
     loss, bits_per_byte = evaluate(trained, split=split, sequences=sequences)
     numbers = {"split": split, "loss": loss, "bits_per_byte": bits_per_byte, "perplexity": math.exp(loss)}
-    if json_output:
+    if as_json:
         print(json.dumps({"checkpoint": str(trained.checkpoint), **numbers}))
         return
     print(

@@ -67,21 +67,31 @@ def _wide(enabled: bool) -> Any:
 
 
 def _one_line(box: str) -> str:
-    """The first part of an error box, and the options it suggests."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    rows = [row.strip("│ ").strip() for row in plain.splitlines() if row.startswith("│")]
-    parts: list[list[str]] = [[]]
-    for row in rows:
-        if set(row) == {"─"}:
-            parts.append([])
-        elif row:
-            parts[-1].append(row)
+    """The message of an error box, and the options it suggests."""
+    title, *parts = _parts(box)
+    if not parts:
+        return " ".join(title) or "the arguments cannot be read"
     message = " ".join(parts[0]).rstrip(".")
     for part in parts[1:]:
-        if part and part[0].startswith("Perhaps you meant"):
+        if part[0].startswith("Perhaps you meant"):
             options = [row.split()[0] for row in part[1:] if row.startswith("--")]
             message += f"; perhaps you meant {' or '.join(options)}"
-    return message or " ".join(plain.split()) or "the arguments cannot be read"
+    return message
+
+
+def _parts(box: str) -> list[list[str]]:
+    """Title and sections of an error box, drawn with lines or, where the output cannot show them, with hyphens."""
+    parts: list[list[str]] = [[]]
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines():
+        row = line.strip(" │╭╮╰╯")
+        if row.startswith("─ "):  # the upper edge, with the title in it
+            parts.append([row.strip("─ ")])
+            parts.append([])
+        elif set(row) <= {"─", "-"}:
+            parts.append([])
+        else:
+            parts[-1].append(row)
+    return [part for part in parts if part] or [[]]
 
 
 def peek(arguments: Sequence[str], option: str) -> str | None:

@@ -18,15 +18,10 @@ def report(folder: Path, /, *, out: Path | None = None) -> None:
         folder: Run folder, or folder of a comparison.
         out: File to write; report.html in the folder by default.
     """
-    from rich.console import Console
-
     from attnres.analysis import comparison_table, load_comparison, render_table, write_report
-    from attnres.experiments.compare import COMPARE
+    from attnres.cli.console import wide_console
 
     path = write_report(folder, out)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    if (folder / COMPARE).is_file():
-        console.print(render_table(comparison_table(load_comparison(folder))))
+    console = wide_console()
+    console.print(render_table(comparison_table(load_comparison(folder))))
     console.print(f"report: {path}", soft_wrap=True)

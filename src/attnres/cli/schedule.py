@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from attnres.cli.parsing import parse
+from attnres.errors import ConfigError
 from attnres.residual import BlockAttnRes, FullAttnRes, PreNorm, Strategy, reads
 
 
@@ -20,7 +23,7 @@ def schedule(
     sublayers_per_block: int | None = None,
     num_blocks: int | None = None,
     remainder: Literal["tail", "balanced"] = "tail",
-    json_output: bool = False,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
     """Print which sources each site reads.
 
@@ -32,15 +35,16 @@ def schedule(
         sublayers_per_block: Sublayers (not layers) summed into one source; give this or num-blocks.
         num_blocks: Number of blocks; give this or sublayers-per-block.
         remainder: Where a depth that does not divide goes: a short last block, or spread over all.
-        json_output: Print JSON instead of lines.
+        as_json: Print JSON instead of lines.
     """
     strategy: Strategy
     if residual == "block":
         strategy = BlockAttnRes(sublayers_per_block=sublayers_per_block, num_blocks=num_blocks, remainder=remainder)
     else:
+        _refuse_block_settings(residual, sublayers_per_block, num_blocks)
         strategy = FullAttnRes() if residual == "full" else PreNorm()
     schedule = reads(2 * layers, strategy)
-    if json_output:
+    if as_json:
         print(json.dumps([[str(source) for source in sources] for sources in schedule]))
         return
     ends = strategy.block_ends(2 * layers)
@@ -52,3 +56,9 @@ def schedule(
     for site, sources in enumerate(schedule):
         place = "output" if site == 2 * layers else f"layer {site // 2} {('attention', 'mlp')[site % 2]}"
         print(f"site {site:>3}  {place:<20}  {len(sources):>3}  {', '.join(map(str, sources))}")
+
+
+def _refuse_block_settings(residual: str, sublayers_per_block: int | None, num_blocks: int | None) -> None:
+    for name, value in (("sublayers-per-block", sublayers_per_block), ("num-blocks", num_blocks)):
+        if value is not None:
+            raise ConfigError(f"residual is {residual!r} and {name} is {value}; allowed: {name} with block only")

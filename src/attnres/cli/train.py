@@ -1,7 +1,6 @@
 """``attnres train``: train one model."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +10,7 @@ from attnres.cli.options import DEFAULT_PRESET, PresetName, base_config, print_p
 from attnres.cli.parsing import parse
 from attnres.experiments.run import run
 from attnres.optim import OptimConfig
-from attnres.train import DataConfig, ModelConfig, Resume, RunConfig, TrainConfig, load_run_config
+from attnres.train import DataConfig, ModelConfig, Resume, RunConfig, TrainConfig
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -22,7 +21,7 @@ def main(arguments: Sequence[str]) -> None:
 def _command(arguments: Sequence[str]) -> Any:
     """The command's function; its defaults are the preset's, and its options those of the strategy named."""
     base = base_config(arguments)
-    name, strategy = residual_default(arguments, base.residual.short_name)
+    name, strategy = residual_default(arguments, base.residual)
     strategy_type = type(strategy)
 
     def train(
@@ -50,17 +49,13 @@ def _command(arguments: Sequence[str]) -> Any:
             data: What it reads.
             optim: How it is updated.
             train: How long, how much at a time, and on what.
-            resume: Go on with the run in OUT from its newest checkpoint, with that run's settings; only --train.steps
-                may be raised.
+            resume: Go on with the run in OUT from its newest checkpoint, with that run's settings. More steps, and
+                how often it is evaluated and saved, may be asked for; what decides its numbers may not change.
             fallback: With --resume, skip checkpoints that are damaged.
             dry_run: Print the resolved config with parameters, memory and FLOPs per token, and stop.
         """
         del preset, residual_name
         config = RunConfig(residual=residual, model=model, data=data, optim=optim, train=train)
-        if resume and not _changes_settings(arguments):
-            saved = load_run_config(out)
-            steps = train.steps if _gives(arguments, "--train.steps") else saved.train.steps
-            config = replace(saved, train=replace(saved.train, steps=steps))
         if dry_run:
             print_plan(config)
             return
@@ -72,13 +67,3 @@ def _command(arguments: Sequence[str]) -> Any:
         )
 
     return train
-
-
-def _changes_settings(arguments: Sequence[str]) -> bool:
-    """Whether anything but the number of steps is asked for, so that it is checked against the run's own settings."""
-    groups = ("--model.", "--data.", "--optim.", "--train.", "--residual", "--preset")
-    return any(a.startswith(groups) and not a.startswith("--train.steps") for a in arguments)
-
-
-def _gives(arguments: Sequence[str], option: str) -> bool:
-    return any(argument.split("=")[0] == option for argument in arguments)

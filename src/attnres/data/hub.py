@@ -74,6 +74,8 @@ class HubText:
             return self._file_rows(local)
         if any((local / file).is_file() for file in ("dataset_dict.json", "state.json")):
             return self._saved_rows(local)
+        if local.suffix in _BUILDERS or local.is_absolute() or self.path.startswith("."):
+            raise DataError(f"{self.path} does not exist; allowed: a local file or saved dataset, or a name on the hub")
         return datasets.load_dataset(self.path, self.name, split=self.split)
 
     def _file_rows(self, file: Path) -> "Iterable[Mapping[str, Any]]":

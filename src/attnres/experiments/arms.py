@@ -20,7 +20,7 @@ def parse_arm(word: str) -> Strategy:
     Raises:
         ConfigError: The name or a key is unknown, or a value is not allowed.
 
-    Example:
+    Examples:
         >>> parse_arm("block:num_blocks=4").label
         'Block AttnRes (N=4)'
     """
@@ -46,7 +46,7 @@ def strategy_of(name: str, settings: dict[str, Any]) -> Strategy:
 def arm_folder(word: str, seed: int) -> str:
     """Name of the run folder of an arm and seed.
 
-    Example:
+    Examples:
         >>> arm_folder("block:num_blocks=4", 0)
         'block-num-blocks-4-seed0'
     """

@@ -56,8 +56,7 @@ class Comparison:
     @property
     def baseline(self) -> str:
         """The arm that the others are compared with."""
-        prenorm = [arm for arm in self.arms if isinstance(parse_arm(arm), PreNorm)]
-        return prenorm[0] if prenorm else self.arms[0]
+        return _baseline(self.arms)
 
     def runs(self) -> Iterator[tuple[str, RunConfig]]:
         """Folder name and config of each run, seed by seed."""
@@ -164,6 +163,11 @@ def _is_finished(folder: Path, config: RunConfig) -> bool:
     return (folder / "result.json").is_file() and load_run_config(folder) == resolve(config)
 
 
+def _baseline(arms: Sequence[str]) -> str:
+    prenorm = [arm for arm in arms if isinstance(parse_arm(arm), PreNorm)]
+    return prenorm[0] if prenorm else arms[0]
+
+
 def _merged(out: Path, new: dict[str, Any]) -> dict[str, Any]:
     """With the arms and seeds of an earlier call into the same folder, so that no run is forgotten."""
     try:
@@ -175,7 +179,7 @@ def _merged(out: Path, new: dict[str, Any]) -> dict[str, Any]:
     return {
         **new,
         "arms": arms,
-        "baseline": old["baseline"],
+        "baseline": _baseline(arms),
         "seeds": seeds,
         "runs": {arm: [arm_folder(arm, seed) for seed in seeds] for arm in arms},
         "labels": {**old["labels"], **new["labels"]},

@@ -7,7 +7,7 @@ from torch import nn
 
 from attnres.experiments.models import hf_config
 from attnres.models import build
-from attnres.optim import is_depth_parameter
+from attnres.optim import is_depth_parameter, param_groups
 from attnres.train import RunConfig
 
 BYTES_PER_FLOAT = 4
@@ -24,7 +24,7 @@ class Plan:
     training_tokens: int
     """Tokens of the whole run."""
     state_bytes: int
-    """Weights, gradients and optimizer state in float32; activations come on top."""
+    """Weights, gradients and optimizer state in float32 (AdamW has two moments, Muon one); activations come on top."""
     flops_per_token: float
     """Forward and backward: six per weight that multiplies, and ``6 * layers * context * dim`` for causal attention."""
 
@@ -40,13 +40,13 @@ def describe(config: RunConfig) -> Plan:
         model = build(shape, config.residual, dtype=torch.float32)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    slots = 4 if config.optim.optimizer == "adamw" else 3  # weight, gradient, and one or two of the optimizer's
-    by_adamw = sum(p.numel() for p in model.parameters() if p.dim() != 2)
+    by_role = {str(group["name"]): sum(p.numel() for _, p in group["params"]) for group in param_groups(model, lr=1.0)}
+    saved_by_muon = by_role.get("matrix", 0) if config.optim.optimizer == "muon" else 0
     attention = 6.0 * shape.num_hidden_layers * config.data.context * shape.hidden_size
     return Plan(
         parameters=sum(sizes.values()),
         extra_parameters=sum(size for name, size in sizes.items() if is_depth_parameter(name)),
         training_tokens=config.train.steps * config.tokens_per_step,
-        state_bytes=BYTES_PER_FLOAT * (slots * sum(sizes.values()) + (4 - slots) * by_adamw),
+        state_bytes=BYTES_PER_FLOAT * (4 * sum(sizes.values()) - saved_by_muon),
         flops_per_token=6.0 * matrices + attention,
     )

@@ -30,7 +30,7 @@ def build(config: PreTrainedConfig, strategy: Strategy, *, dtype: torch.dtype | 
         ConfigError: The strategy does not fit the depth.
         UnsupportedModelError: The family is unknown, or its decomposition is not exact.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig
         >>> from attnres.residual import BlockAttnRes
         >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2)

@@ -85,7 +85,7 @@ def depth_attention(
     Raises:
         ShapeError: There is no source, shapes disagree, or dtypes disagree and none is declared.
 
-    Example:
+    Examples:
         >>> embedding, output = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 4.0]])
         >>> depth_attention([embedding, output], torch.zeros(2))
         tensor([[1., 2.]])

@@ -22,7 +22,7 @@ def lr_multiplier(step: int, *, steps: int, config: OptimConfig) -> float:
         steps: Optimizer steps of the whole run.
         config: The schedule and its settings.
 
-    Example:
+    Examples:
         >>> config = OptimConfig(schedule="wsd", warmup_steps=2, decay_fraction=0.4)
         >>> [round(lr_multiplier(step, steps=10, config=config), 2) for step in range(10)]
         [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]

@@ -6,7 +6,7 @@ from attnres.residual.prenorm import PreNorm
 from attnres.residual.residual import OUTPUT, Listener, Residual
 from attnres.residual.schedule import EMBEDDING, Source, reads
 from attnres.residual.state import History, RunningSum, State
-from attnres.residual.strategy import DepthSite, Site, Strategy
+from attnres.residual.strategy import DepthAttentionStrategy, DepthSite, ReadScale, Site, Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {cls.short_name: cls for cls in (PreNorm, FullAttnRes, BlockAttnRes)}
 """Every strategy by its word on the command line."""
@@ -16,11 +16,13 @@ __all__ = [
     "OUTPUT",
     "STRATEGIES",
     "BlockAttnRes",
+    "DepthAttentionStrategy",
     "DepthSite",
     "FullAttnRes",
     "History",
     "Listener",
     "PreNorm",
+    "ReadScale",
     "Residual",
     "RunningSum",
     "Site",

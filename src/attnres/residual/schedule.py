@@ -56,7 +56,7 @@ def reads(num_sublayers: int, strategy: "Strategy") -> tuple[tuple[Source, ...],
     Raises:
         ConfigError: There is no sublayer, or the strategy does not fit the depth.
 
-    Example:
+    Examples:
         >>> from attnres.residual import BlockAttnRes
         >>> for sources in reads(3, BlockAttnRes(sublayers_per_block=2)):
         ...     print(*sources, sep=", ")
@@ -81,7 +81,7 @@ def block_ends(
     Raises:
         ConfigError: ``num_blocks`` exceeds the number of sublayers, or cannot be had with equal blocks and a tail.
 
-    Example:
+    Examples:
         >>> block_ends(7, sublayers_per_block=3, num_blocks=None, remainder="tail")
         (3, 6, 7)
         >>> block_ends(7, sublayers_per_block=3, num_blocks=None, remainder="balanced")

@@ -86,7 +86,7 @@ def check_same_run(folder: Path, asked: RunConfig) -> None:
     """
     saved = load_run_config(folder)
     before, now = _flat(saved.to_dict()), _flat(asked.to_dict())
-    for name in sorted(before.keys() | now.keys()):
+    for name in sorted(before.keys() | now.keys(), key=lambda name: (not name.endswith(".type"), name)):
         if name not in CHANGEABLE and before.get(name) != now.get(name):
             raise ConfigError(
                 f"cannot resume {folder}: {name} is {before.get(name)!r} there, but {now.get(name)!r} was asked for"
