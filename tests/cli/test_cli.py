@@ -107,6 +107,10 @@ def test_compare_prints_a_table_and_writes_a_report(options, tmp_path, capsys):
     assert "PreNorm (baseline)" in printed
     assert "Block AttnRes (N=2)" in printed
     assert (tmp_path / "c" / "report.html").is_file()
+    assert "PreNorm" in (tmp_path / "c" / "table.md").read_text()
+    assert [row["arm"] for row in json.loads((tmp_path / "c" / "table.json").read_text())] == [
+        "prenorm", "block:num_blocks=2",
+    ]  # fmt: skip
     main(["report", str(tmp_path / "c"), "--out", str(tmp_path / "other.html")])
     assert (tmp_path / "other.html").read_bytes() == (tmp_path / "c" / "report.html").read_bytes()
 

@@ -4,7 +4,7 @@ Importing this package is light: matplotlib, jinja2 and rich are imported by the
 """
 
 from attnres.analysis.reading import load_comparison, load_run
-from attnres.analysis.report import write_report
+from attnres.analysis.report import write_report, write_tables
 from attnres.analysis.runs import Arm, Comparison, Curve, Depth, Run, RunResult
 from attnres.analysis.table import ArmRow, comparison_table, markdown_table, render_table, table_json
 
@@ -23,4 +23,5 @@ __all__ = [
     "render_table",
     "table_json",
     "write_report",
+    "write_tables",
 ]

@@ -17,7 +17,14 @@ from attnres.analysis.numbers import DASH, decimal, duration, memory, whole
 from attnres.analysis.reading import load_comparison
 from attnres.analysis.runs import Arm, Comparison, Run
 from attnres.analysis.svg import ARM_COLORS, BASELINE_COLOR, arm_styles, css_color, slug
-from attnres.analysis.table import columns_for, comparison_table, folded_cells, table_notes
+from attnres.analysis.table import (
+    columns_for,
+    comparison_table,
+    folded_cells,
+    markdown_table,
+    table_json,
+    table_notes,
+)
 from attnres.errors import ConfigError
 
 REPORT_NAME = "report.html"
@@ -65,6 +72,27 @@ def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
         raise ConfigError(f"{target}: there is no folder {target.parent} to write the report into")
     _replace(target, render_report(comparison).encode())
     return target
+
+
+def write_tables(folder: Path | str) -> list[Path]:
+    """Write the comparison table beside the runs, as ``table.json`` for programs and ``table.md`` for readers.
+
+    Args:
+        folder: What ``attnres compare`` or ``attnres train`` wrote.
+
+    Returns:
+        The two files. Each is replaced as a whole or not at all.
+
+    Raises:
+        CheckpointError: There is no such folder.
+        ConfigError: ``compare.json`` or ``config.json`` is missing or damaged.
+        DataError: Another file of a run is damaged.
+    """
+    rows = comparison_table(load_comparison(folder))
+    contents = {"table.json": table_json(rows), "table.md": markdown_table(rows)}
+    for name, text in contents.items():
+        _replace(Path(folder) / name, f"{text.strip()}\n".encode())
+    return [Path(folder) / name for name in contents]
 
 
 def render_report(comparison: Comparison) -> str:

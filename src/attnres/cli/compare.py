@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attnres.analysis import comparison_table, load_comparison, render_table, write_report
-from attnres.cli.console import wide_console
+from attnres.cli.console import show_results
 from attnres.cli.options import DEFAULT_PRESET, PresetName, base_config, print_plan
 from attnres.cli.parsing import parse
 from attnres.experiments.compare import Comparison, compare, seeds_from
@@ -37,7 +36,8 @@ def _command(arguments: Sequence[str]) -> Any:
     ) -> None:
         """Train several residual strategies from the same weights on the same data, and compare them.
 
-        Prints a table and writes OUT/report.html. PreNorm is the baseline where it is an arm, else the first arm.
+        Prints a table and writes it with a report into OUT: report.html, table.md, table.json. PreNorm is the baseline
+        where it is an arm, else the first arm.
 
         Args:
             arms: Strategies: prenorm, full, block; with settings as in block:num_blocks=4,read_scale=sum.
@@ -61,14 +61,6 @@ def _command(arguments: Sequence[str]) -> Any:
                     print_plan(run)
             return
         compare(comparison, out, resume=resume, jobs=jobs)
-        show(out)
+        show_results(out)
 
     return compare_command
-
-
-def show(folder: Path) -> None:
-    """Print the table of a comparison and write its report."""
-    report = write_report(folder)
-    console = wide_console()
-    console.print(render_table(comparison_table(load_comparison(folder))))
-    console.print(f"report: {report}", soft_wrap=True)
