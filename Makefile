@@ -3,41 +3,45 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := test,check
 
 .PHONY: demo test test-fast check format bench docs clean
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.base
 	$(BIN)/attnres compare --arms prenorm block full --preset tiny --out runs/demo --resume
 
-test: $(VENV)/.installed
+test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
-test-fast: $(VENV)/.installed
+test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow"
 
-check: $(VENV)/.installed
+check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
 
-format: $(VENV)/.installed
+format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.dev
 	$(BIN)/attnres bench op --csv benchmarks/results/op.csv
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
-$(VENV)/.installed: pyproject.toml
+# What each stamp stands for is installed: the package, the package with what tests and checks need, or with what docs need.
+$(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-$(VENV)/.docs: $(VENV)/.installed
+$(VENV)/.dev: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	touch $@
 

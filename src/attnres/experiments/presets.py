@@ -14,7 +14,7 @@ from attnres.train import DataConfig, ModelConfig, RunConfig, TrainConfig
 
 
 def tiny() -> RunConfig:
-    """A demonstration: 12 sublayers, 1.6 M parameters, 0.4 M tokens."""
+    """A demonstration: 12 sublayers, 1.6 M parameters, 0.3 M tokens."""
     return RunConfig(
         model=ModelConfig(
             hidden_size=128,
@@ -27,7 +27,7 @@ def tiny() -> RunConfig:
         residual=PreNorm(),
         data=DataConfig(vocab_size=4096, context=128),
         optim=OptimConfig(lr=4e-3, warmup_steps=20),
-        train=TrainConfig(steps=200, batch_size=16, eval_every=25, eval_sequences=64, checkpoint_every=100),
+        train=TrainConfig(steps=160, batch_size=16, eval_every=20, eval_sequences=64, checkpoint_every=80),
     )
 
 
