@@ -177,6 +177,61 @@ def test_compiles_as_one_graph_and_agrees_with_eager(strategy):
     torch.testing.assert_close(compiled(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiling_layer_by_layer_makes_one_graph_per_kind_of_layer_not_per_layer():
+    model, ids = randomise(convert(make("llama", layers=12), BlockAttnRes(sublayers_per_block=24))), tokens(2, 8)
+    expected = model(ids, use_cache=False).logits
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    for layer in model.model.layers:
+        layer.compile(backend=counter, fullgraph=True)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 3  # the first, the last, which closes the block, and all between
+
+
+def test_functional_transforms_reach_through_a_read():
+    model, ids = randomise(convert(make("llama"), BLOCK)), tokens(2, 6)
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (ids,), {"labels": ids, "use_cache": False}).loss
+
+    by_func = torch.func.grad(loss)(parameters)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(by_func[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_checkpointing_switched_on_before_conversion_goes_on_working():
+    plain, ids = make("llama"), tokens(2, 9)
+    without = gradients(convert(copy.deepcopy(plain), BLOCK), ids)
+    non_reentrant(plain)
+    before = gradients(convert(plain, BLOCK), ids)
+    assert all(torch.equal(value, before[name]) for name, value in without.items())
+
+
+def test_float64_stays_float64_under_autocast_and_the_meta_device_has_a_forward():
+    plain, ids = make("llama").double(), tokens(2, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = plain(ids).logits
+        actual = convert(copy.deepcopy(plain), FullAttnRes())(ids).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    with torch.device("meta"):
+        model = build(llama(), BLOCK)
+    positions, mask = torch.arange(5)[None], torch.ones(2, 1, 5, 5, dtype=torch.bool, device="meta")
+    output = model(ids.to("meta"), position_ids=positions.to("meta"), attention_mask=mask, use_cache=False)
+    assert output.logits.shape == (2, 5, 96)
+
+
+def test_the_final_norm_still_takes_a_tensor():
+    model = convert(make("llama"), BLOCK)
+    hidden = torch.randn(2, 5, 32)
+    assert torch.equal(model.model.norm(hidden), make("llama").model.norm(hidden))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_initial_values_survive_every_way_a_hugging_face_model_is_made(family):
     config = CONFIGS[family]()
@@ -293,6 +348,14 @@ def test_a_wrong_description_of_a_family_is_refused_with_the_difference(monkeypa
     assert not hasattr(plain.model, "residual")
 
 
+def test_the_proof_sees_a_difference_of_a_part_in_ten_thousand(monkeypatch):
+    plain = make("llama")
+    right = type(plain.model.layers[0]).forward
+    monkeypatch.setattr(type(plain.model.layers[0]), "forward", lambda *a, **k: right(*a, **k) * (1 + 1e-4))
+    with pytest.raises(UnsupportedModelError, match=r"differs from its two sublayers by 0\.0001 relative"):
+        convert(plain, BLOCK)
+
+
 def test_every_kind_of_layer_is_proved_not_only_the_first(monkeypatch):
     plain = make("kimi_linear")
     layer_class = type(plain.model.layers[4])
@@ -320,6 +383,25 @@ def test_every_kind_of_layer_is_proved_not_only_the_first(monkeypatch):
 def test_other_models_are_refused_by_name(model, message):
     with pytest.raises(UnsupportedModelError, match=message):
         convert(model(), BLOCK)
+
+
+def test_layers_with_hooks_are_refused_because_they_would_be_lost():
+    hooked, patched = make("llama"), make("llama")
+    hooked.model.layers[1].register_forward_hook(lambda *_: None)
+    patched.model.layers[2].forward = patched.model.layers[2].forward
+    for model, index in ((hooked, 1), (patched, 2)):
+        with pytest.raises(UnsupportedModelError, match=rf"layer {index} \(LlamaDecoderLayer\) has hooks or a forward"):
+            convert(model, BLOCK)
+
+
+def test_loading_that_would_drop_the_strategy_is_refused(tmp_path):
+    model = convert(make("llama"), BLOCK)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"AttnResLlamaForCausalLM.from_pretrained would drop the strategy"):
+        type(model).from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="the config says attnres="):
+        build(model.config, FullAttnRes())
+    assert build(model.config, BlockAttnRes(sublayers_per_block=3, read_scale="sum")).model.residual is not None
 
 
 def test_unknown_layers_are_refused_by_name():

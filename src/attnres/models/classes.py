@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 from transformers.utils.output_capturing import OutputRecorder
 
+from attnres.errors import UnsupportedModelError
 from attnres.models.layer import HiddenStateTap, ResidualDecoderLayer
 from attnres.residual import Site
 
@@ -22,6 +23,15 @@ PREFIX = "AttnRes"
 
 class AttnResMixin:
     """What a converted model adds to its family's class."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the family's own loading knows nothing of the strategy and would drop its parameters."""
+        base = cls.__name__.removeprefix(PREFIX)
+        raise UnsupportedModelError(
+            f"{cls.__name__}.from_pretrained would drop the strategy; build the model from its config, convert it, and "
+            f"load the state dict into that ({base} loads the weights as a plain model)"
+        )
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Site):

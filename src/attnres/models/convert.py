@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from attnres.errors import UnsupportedModelError
+from attnres.errors import ConfigError, UnsupportedModelError
 from attnres.models.classes import AttnResMixin, adopt
 from attnres.models.families import family_of
 from attnres.models.layer import ResidualDecoderLayer, read_before
@@ -27,7 +27,7 @@ def build(config: PreTrainedConfig, strategy: Strategy, *, dtype: torch.dtype | 
         dtype: Of the parameters; by default the config's own, else torch's default.
 
     Raises:
-        ConfigError: The strategy does not fit the depth.
+        ConfigError: The strategy does not fit the depth, or the config names another one.
         UnsupportedModelError: The family is unknown, or its decomposition is not exact.
 
     Examples:
@@ -37,9 +37,13 @@ def build(config: PreTrainedConfig, strategy: Strategy, *, dtype: torch.dtype | 
         >>> build(config, BlockAttnRes(sublayers_per_block=2)).num_parameters()
         25056
     """
+    settled = strategy.with_read_scale("mean")
+    saved = getattr(config, "attnres", None)
+    if saved is not None and saved != describe_strategy(settled):
+        raise ConfigError(f"the config says attnres={saved}, but {describe_strategy(settled)} was asked for")
     keywords = {} if dtype is None else {"dtype": dtype}
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **keywords)
-    return convert(model, strategy.with_read_scale("mean"))
+    return convert(model, settled)
 
 
 def convert(model: Any, strategy: Strategy) -> Any:
@@ -58,8 +62,8 @@ def convert(model: Any, strategy: Strategy) -> Any:
 
     Raises:
         ConfigError: The strategy does not fit the depth.
-        UnsupportedModelError: The model is not a supported decoder, has a strategy already, or its decomposition is
-            not exact.
+        UnsupportedModelError: The model is not a supported decoder, has a strategy already, its decomposition is not
+            exact, or its layers have hooks, which would be lost.
     """
     base = _base_model(model)
     family = family_of(base.layers)
@@ -84,6 +88,11 @@ def convert(model: Any, strategy: Strategy) -> Any:
     return model
 
 
+def describe_strategy(strategy: Strategy) -> dict[str, Any]:
+    """A strategy as JSON values, the way a converted model's config holds it."""
+    return {"type": type(strategy).__name__, **vars(strategy)}
+
+
 def _base_model(model: Any) -> Any:
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"model is a {type(model).__name__}; allowed is a transformers.PreTrainedModel")
@@ -94,7 +103,22 @@ def _base_model(model: Any) -> Any:
     missing = [name for name in ("layers", "norm") if not hasattr(base, name)]
     if missing:
         raise UnsupportedModelError(f"{type(base).__name__} has no {' and no '.join(missing)}; not a supported decoder")
+    for index, layer in enumerate(base.layers):
+        if "forward" in vars(layer) or any(map(_is_foreign, _hooks(layer))):
+            raise UnsupportedModelError(
+                f"layer {index} ({type(layer).__name__}) has hooks or a forward of its own, which conversion would "
+                "lose; allowed: a model without them, so convert first and add hooks afterwards"
+            )
     return base
+
+
+def _hooks(layer: nn.Module) -> list[Any]:
+    return [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Whether a hook is not Transformers' own for ``output_hidden_states``, which the taps take over."""
+    return getattr(hook, "__name__", "") != "output_capturing_hook"
 
 
 def _base(model: Any) -> Any:
@@ -104,7 +128,7 @@ def _base(model: Any) -> Any:
 def _own_config(model: PreTrainedModel, strategy: Strategy, *, num_hidden_states: int) -> None:
     """Write the strategy into a config of the model's own; other models may share the one it came with."""
     old, new = model.config, copy.deepcopy(model.config)
-    new.attnres = {"type": type(strategy).__name__, **vars(strategy)}
+    new.attnres = describe_strategy(strategy)
     new.num_hidden_states = num_hidden_states
     for module in model.modules():
         if getattr(module, "config", None) is old:

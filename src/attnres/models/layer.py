@@ -48,17 +48,21 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         self.training = layer.training
         self.is_first = index == 0
         self.family = family
-        self.attention_site, self.mlp_site = 2 * index, 2 * index + 1
+        # in tuples, so that they are referred to and not owned
         self._residual = (residual,)
+        self._sites = (residual.site(2 * index), residual.site(2 * index + 1))
+        if "_gradient_checkpointing_func" in vars(layer):  # checkpointing was switched on before conversion
+            self._gradient_checkpointing_func = vars(layer)["_gradient_checkpointing_func"]
 
     def forward(self, hidden_states: Any, **arguments: Any) -> Any:
         """Run both sublayers; takes and returns the state (the first layer takes the embedding)."""
-        residual = self._residual[0]
+        (residual,) = self._residual
+        attention_site, mlp_site = self._sites
         state = residual.start(hidden_states) if self.is_first else hidden_states
-        hidden = self.tap(residual.read(state, self.attention_site))
-        state = residual.write(state, self.attention_site, self._attend(hidden, arguments))
-        hidden = residual.read(state, self.mlp_site)
-        return residual.write(state, self.mlp_site, self._transform(hidden))
+        hidden = self.tap(residual.read(state, attention_site))
+        state = residual.write(state, attention_site, self._attend(hidden, arguments))
+        hidden = residual.read(state, mlp_site)
+        return residual.write(state, mlp_site, self._transform(hidden))
 
     def _attend(self, hidden: Tensor, arguments: Arguments) -> Tensor:
         family = self.family
@@ -100,13 +104,16 @@ def checkpoint_state(checkpoint: Callable[..., Any], function: Callable[[Any], A
 def read_before(norm: Any, residual: Residual) -> None:
     """Make a model's final norm read the output from the state it is now given, before it normalises.
 
-    A hook rather than a wrapper: the norm keeps its class, its parameter names and any kernel swapped in for it.
+    A hook rather than a wrapper: the norm keeps its class, its parameter names and any kernel swapped in for it. Given
+    a tensor, as when hidden states are looked at through the head, the norm does what it always did.
     """
     norm.tap = HiddenStateTap()
     norm._residual = (residual,)  # a tuple, so that the residual is referred to and not owned
     norm.register_forward_pre_hook(_read_output)
 
 
-def _read_output(norm: Any, arguments: tuple[Any, ...]) -> tuple[Tensor]:
+def _read_output(norm: Any, arguments: tuple[Any, ...]) -> tuple[Tensor] | None:
     (state,) = arguments
+    if isinstance(state, Tensor):
+        return None
     return (norm.tap(norm._residual[0].read(state, OUTPUT)),)

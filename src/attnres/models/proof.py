@@ -73,8 +73,8 @@ def _layer_calls(base: Any) -> dict[int, tuple[nn.Module, Any, Tensor]]:
 
 def _random_embedding(base: Any) -> Tensor:
     weight = base.get_input_embeddings().weight
-    generator = torch.Generator().manual_seed(0)
-    embedding = torch.randn(1, PROOF_TOKENS, weight.shape[-1], generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    embedding = torch.randn(1, PROOF_TOKENS, weight.shape[-1], generator=generator, device="cpu")
     return embedding.to(weight.device, weight.dtype)
 
 

@@ -142,10 +142,15 @@ class _OnlySource(torch.autograd.Function):
     would multiply a huge but finite source by 0/0 once its score overflows.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, source: Tensor, *vectors: Tensor) -> Tensor:
-        ctx.save_for_backward(*vectors)
+    def forward(source: Tensor, *vectors: Tensor) -> Tensor:
         return source.view_as(source)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:

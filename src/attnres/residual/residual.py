@@ -66,6 +66,9 @@ class Residual(nn.Module):
             self.strategy.site(index, num_sublayers, dim, eps=eps, device=device, dtype=dtype)
             for index in range(num_sublayers + 1)
         )
+        for index, site in enumerate(self.sites):
+            assert isinstance(site, Site)
+            site.index = index
         self._listeners: list[Listener] = []
 
     def reset_parameters(self) -> None:
@@ -78,22 +81,35 @@ class Residual(nn.Module):
         """The state before the first sublayer, from the token embedding ``[*batch, dim]``."""
         return self.strategy.start(embedding)
 
-    def read(self, state: Any, site: int) -> Tensor:
-        """The input of sublayer ``site`` before its norm, or of the final norm with `OUTPUT`."""
-        value = self.strategy.read(state, self._site(site))
+    def read(self, state: Any, site: int | Site) -> Tensor:
+        """The input of sublayer ``site`` before its norm, or of the final norm with `OUTPUT`.
+
+        A site is given by its place, or itself: compiled code that looks a site up by number is made anew for each.
+        """
+        module = self.site(site)
+        value = self.strategy.read(state, module)
         for listener in self._listeners:
-            listener.on_read(site % len(self.sites), state, value)
+            listener.on_read(module.index, state, value)
         return value
 
-    def write(self, state: Any, site: int, output: Tensor) -> Any:
+    def write(self, state: Any, site: int | Site, output: Tensor) -> Any:
         """The state after sublayer ``site`` put out ``output``; the given state stays as it is."""
+        module = self.site(site)
         for listener in self._listeners:
-            listener.on_write(site, state, output)
-        return self.strategy.write(state, self._site(site), output)
+            listener.on_write(module.index, state, output)
+        return self.strategy.write(state, module, output)
 
-    def depth_weights(self, state: Any, site: int) -> Tensor:
+    def depth_weights(self, state: Any, site: int | Site) -> Tensor:
         """Weights of the sources in the read at a site, ``[*batch, sources]``, oldest source first."""
-        return self.strategy.depth_weights(state, self._site(site))
+        return self.strategy.depth_weights(state, self.site(site))
+
+    def site(self, site: int | Site) -> Site:
+        """The site at a place: 0 for the first sublayer's input, `OUTPUT` for the output read."""
+        if isinstance(site, Site):
+            return site
+        module = self.sites[site]
+        assert isinstance(module, Site)
+        return module
 
     @contextmanager
     def listen(self, listener: Listener) -> Iterator[None]:
@@ -103,11 +119,6 @@ class Residual(nn.Module):
             yield
         finally:
             self._listeners.remove(listener)
-
-    def _site(self, site: int) -> Site:
-        module = self.sites[site]
-        assert isinstance(module, Site)
-        return module
 
     def extra_repr(self) -> str:
         """Strategy and depth."""

@@ -22,6 +22,9 @@ ReadScale = Literal["mean", "sum"]
 class Site(nn.Module):
     """One place where the history is read: a sublayer's input, or the output. Without parameters of its own."""
 
+    index: int
+    """Place among the sites of a model, given by the `Residual` that holds it; the output read comes last."""
+
     def __init__(self, *, closes_block: bool = False):
         super().__init__()
         self.closes_block = closes_block
@@ -190,9 +193,9 @@ def stream_dtype(embedding: Tensor) -> torch.dtype | None:
     """The declared dtype of the reads: autocast's where it is on, else none (then all sources must agree).
 
     Under autocast the embedding is float32 and sublayer outputs are not; without a declared dtype the first source
-    would promote the whole stream.
+    would promote the whole stream. Autocast leaves float64 alone, and so does a read.
     """
     kind = embedding.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return None
+    if embedding.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
