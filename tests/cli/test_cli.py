@@ -40,6 +40,14 @@ def trained(options, tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "a.txt").write_text("a file")
+    (folder / "list").write_text("[1, 2]")
+    return folder
+
+
 def fails(arguments, capsys):
     """The one line that a wrong call prints."""
     with pytest.raises(SystemExit) as stop:
@@ -192,6 +200,28 @@ BAD = {
                         r"num_blocks is 99; allowed is 1 to 4"),
     "vocabulary": (["train", "--data.vocab-size", "300", "--out", "{out}"], r"vocab.*300.*257"),
     "context": (["train", "--data.context", "100000", "--out", "{out}"], r"context.*100000"),
+    "vocabulary of a comparison": (["compare", "--arms", "full", "--data.vocab-size", "300", "--out", "{out}"],
+                                   r"vocab.*300.*257"),
+    "context of a comparison": (["compare", "--arms", "full", "--data.context", "100000", "--out", "{out}"],
+                                r"context.*100000"),
+    "rate": (["train", "--optim.lr", "inf", "--out", "{out}"], r"lr is inf; allowed: more than 0, and finite"),
+    "seed": (["train", "--train.seed", str(10**20), "--out", "{out}"], r"seed is 1000.*; allowed: below 2\*\*63"),
+    "odd head": (["train", "--model.hidden-size", "6", "--model.num-attention-heads", "2", "--out", "{out}"],
+                 r"hidden_size / num_attention_heads is 3; allowed: an even number"),
+    "out in a file": (["train", "--out", "{file}/run"], r"{file}: not a folder, so nothing can be made"),
+    "comparison in a file": (["compare", "--arms", "full", "--out", "{file}/c"], r"{file}.*Not a directory"),
+    "no config": (["train", "--model.hf-config", "{out}.json", "--out", "{out}"], r"hf_config is .*cannot be read"),
+    "config is a list": (["train", "--model.hf-config", "{list}", "--out", "{out}"], r"allowed: a config.json with"),
+    "config of an unknown model": (["train", "--model.hf-config", '{"model_type": "nonesuch"}', "--out", "{out}"],
+                                   r"Transformers cannot use this model config: .*nonesuch"),
+    "config of another family": (["train", "--model.hf-config", '{"model_type": "gpt2", "vocab_size": 257, "n_embd": 8,'
+                                  ' "n_layer": 1, "n_head": 1}', "--out", "{out}"], r"not a supported decoder"),
+    "config with other vocabulary": (["train", "--model.hf-config", '{"model_type": "llama"}', "--out", "{out}"],
+                                     r"vocab_size 32000; allowed: 257"),
+    "prompt of bytes": (["generate", "{run}", "--prompt", "bad\udcff"], r"prompt is .*; allowed: some text in UTF-8"),
+    "temperature": (["generate", "{run}", "--prompt", "a", "--temperature", "1e-40"], r"temperature is 1e-40; allowed"),
+    "schedule remainder": (["schedule", "--layers", "2", "--residual", "full", "--remainder", "balanced"],
+                           r"residual is 'full' and remainder is balanced; allowed: remainder with block only"),
     "no dataset": (["train", "--data.dataset", "{out}/nowhere", "--out", "{out}"], r"nowhere"),
     "no run": (["eval", "{out}"], r"not a run folder"),
     "no run to report": (["report", "{out}"], r"{out}"),
@@ -205,15 +235,17 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_exit_status_2_and_nothing_written(name, options, trained, tmp_path, capsys):
+def test_bad_input_is_one_line_exit_status_2_and_nothing_written(name, options, trained, files, tmp_path, capsys):
     arguments, message = BAD[name]
     out = tmp_path / "out"
-    places = {"{out}": str(out), "{run}": str(trained)}
-    filled = [re.sub(r"\{\w+\}", lambda m: places[m[0]], argument) for argument in arguments]
+    places = {"{out}": str(out), "{run}": str(trained), "{file}": str(files / "a.txt"), "{list}": str(files / "list")}
+    filled = [re.sub(r"\{(out|run|file|list)\}", lambda m: places[m[0]], argument) for argument in arguments]
     if filled[0] in ("train", "compare") and "--resume" not in filled:
         filled = [filled[0], *without_given(options, filled), *filled[1:]]
     line = fails(filled, capsys)
-    assert re.search(message.replace("{out}", re.escape(str(out))), line), line
+    for place, path in places.items():
+        message = message.replace(place, re.escape(path))
+    assert re.search(message, line), line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -250,6 +282,45 @@ def test_resume_starts_from_the_runs_own_settings(options, tmp_path, capsys):
     assert "train.batch_size is 2 there, but 4 was asked for" in line
     line = fails(["train", "--out", out, "--resume", "--preset", "small"], capsys)
     assert "was asked for" in line
+
+
+def test_a_refused_resume_changes_nothing(options, tmp_path, capsys):
+    out = tmp_path / "r"
+    main(["train", "--out", str(out), *options, "--train.steps", "2"])
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train"}\n')
+    before = tree(out)
+    capsys.readouterr()
+    assert "line 5 is no row of metrics" in fails(["train", "--out", out, "--resume", "--train.steps", "4"], capsys)
+    assert tree(out) == before
+
+
+def test_a_copy_beside_the_checkpoints_is_no_checkpoint(options, trained, tmp_path, capsys):
+    import shutil
+
+    run = shutil.copytree(trained, tmp_path / "run")
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    shutil.copytree(checkpoint, checkpoint.with_name(f"{checkpoint.name}-backup"))
+    main(["eval", str(run), "--sequences", "2"])
+    assert f"{checkpoint.name}:" in capsys.readouterr().out
+
+
+def test_a_run_of_a_hugging_face_config_does_not_need_its_file_again(options, tmp_path, capsys):
+    from transformers import Qwen3Config
+
+    shape = {"vocab_size": 257, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8,
+             "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(Qwen3Config(**shape).to_json_string())
+    command = ["train", "--out", str(tmp_path / "r"), "--residual", "full", *options, "--model.hf-config", str(file)]
+    main([*command, "--train.steps", "2"])
+    main(["train", "--out", str(tmp_path / "r"), "--resume", "--train.steps", "3"])
+    changed = Qwen3Config(**shape, rms_norm_eps=1e-3)
+    file.write_text(changed.to_json_string())
+    capsys.readouterr()
+    assert "model.hf_config is" in fails([*command, "--resume", "--train.steps", "4"], capsys)
+    file.unlink()
+    main(["eval", str(tmp_path / "r"), "--sequences", "2"])
 
 
 def test_a_corrupted_shard_and_a_damaged_checkpoint_are_refused_by_name(options, trained, tmp_path, capsys):

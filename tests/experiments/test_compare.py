@@ -104,6 +104,35 @@ def test_going_on_keeps_finished_runs_and_adds_arms_and_seeds(data, tmp_path):
     assert (listed["arms"], listed["seeds"], listed["baseline"]) == (["prenorm", "full", "block"], [0, 1], "prenorm")
 
 
+def test_going_on_with_other_settings_is_refused_before_anything_is_trained(data, tmp_path):
+    out, base = tmp_path / "c", small_run(data, steps=2)
+    compare(Comparison(arms=("prenorm",), seeds=(0,), base=base), out, progress=False, isolate=False)
+    before = sorted(out.rglob("*")), (out / "compare.json").read_text()
+    wider = replace(base, model=replace(base.model, hidden_size=32))
+    for arms in (("full", "prenorm"), ("full",)):
+        other = Comparison(arms=arms, seeds=(0,), base=wider)
+        with pytest.raises(ConfigError, match=r"model\.hidden_size is 16 there, but 32 was asked for"):
+            compare(other, out, resume=True, progress=False, isolate=False)
+    assert (sorted(out.rglob("*")), (out / "compare.json").read_text()) == before
+
+
+def test_the_first_error_stops_the_runs_that_have_not_begun(data, tmp_path):
+    base = small_run(data)
+    broken = replace(base, train=replace(base.train, init_from=str(tmp_path / "nowhere")))
+    comparison = Comparison(arms=("full", "prenorm"), seeds=(0, 1), base=broken)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        compare(comparison, tmp_path / "c", progress=False)
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["compare.json"]
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]"])
+def test_a_damaged_comparison_is_refused_by_name(content, data, tmp_path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "compare.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"compare\.json is damaged"):
+        compare(Comparison(arms=("full",), seeds=(0,), base=small_run(data)), tmp_path / "c", resume=True)
+
+
 def test_prenorm_becomes_the_baseline_when_it_is_added(data, tmp_path):
     out, base = tmp_path / "c", small_run(data, steps=2)
     compare(Comparison(arms=("full",), seeds=(0,), base=base), out, progress=False, isolate=False)
@@ -137,13 +166,6 @@ def test_a_run_in_a_process_of_its_own_is_the_same_run(compared, tmp_path):
     one = Comparison(arms=("full",), seeds=(1,), base=comparison.base)
     compare(one, tmp_path / "c", progress=False, isolate=True)
     assert_same_run(out / "full-seed1", tmp_path / "c" / "full-seed1")
-
-
-def test_an_error_in_a_process_of_its_own_comes_back(data, tmp_path):
-    base = small_run(data)
-    broken = replace(base, train=replace(base.train, init_from=str(tmp_path / "nowhere")))
-    with pytest.raises(CheckpointError, match="nowhere"):
-        compare(Comparison(arms=("full",), seeds=(0,), base=broken), tmp_path / "c", progress=False)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ line on standard error and exit status 2; anything else keeps its traceback.
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments[0] == "--version":
         print(f"attnres {__version__}")
         return
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes on missing kernels are not ours to print
     name, *rest = arguments
     if name not in COMMANDS:
         _fail(f"command is {name!r}; allowed: {', '.join(COMMANDS)}")
@@ -41,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(str(error))
     except BrokenPipeError:
         sys.stderr.close()  # the reader, such as `head`, has had enough
+    except OSError as error:
+        if error.filename is None:  # not about a file that somebody named
+            raise
+        _fail(f"{error.filename}: {error.strerror}")
     except KeyboardInterrupt:
         print("attnres: interrupted", file=sys.stderr)
         raise SystemExit(130) from None

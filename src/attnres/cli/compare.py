@@ -47,14 +47,14 @@ def _command(arguments: Sequence[str]) -> Any:
             model: The decoder.
             data: What it reads.
             optim: How it is updated.
-            train: How long, how much at a time, and on what; its seed is that of the run.
+            train: How long, how much at a time, and on what; seeds are counted up from --train.seed.
             jobs: Runs at a time. More than one finishes sooner and distorts the measured speeds; set --train.threads.
             resume: Go on with a comparison that was broken off, or add arms and seeds to it.
             dry_run: Print the resolved config of each arm with parameters, memory and FLOPs per token, and stop.
         """
         del preset
         config = RunConfig(residual=base.residual, model=model, data=data, optim=optim, train=train)
-        comparison = Comparison(arms=tuple(arms), seeds=seeds_from(seeds), base=config)
+        comparison = Comparison(arms=tuple(arms), seeds=seeds_from(seeds, train.seed), base=config)
         if dry_run:
             for _, run in comparison.runs():
                 if run.train.seed == comparison.seeds[0]:

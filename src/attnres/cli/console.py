@@ -6,11 +6,16 @@ from rich.console import Console
 
 from attnres.analysis import comparison_table, load_comparison, render_table, write_report, write_tables
 
+NARROWEST = 80
+"""Columns below which a table would lose some of its own."""
+
 
 def wide_console() -> Console:
-    """A console as wide as the terminal, or wide enough for every table where there is none, as in a pipe or a log."""
+    """A console as wide as the terminal, but never too narrow for a table; in a log, wide enough for every one."""
     console = Console()
-    return console if console.is_terminal else Console(width=160)
+    if not console.is_terminal:
+        return Console(width=160)
+    return console if console.width >= NARROWEST else Console(width=NARROWEST)
 
 
 def show_results(folder: Path, out: Path | None = None) -> None:

@@ -33,10 +33,11 @@ def generate(
         seed: Of sampling.
     """
     for name, value, allowed, fits in (
-        ("prompt", prompt, "some text", bool(prompt)),
+        ("prompt", prompt, "some text in UTF-8", _is_text(prompt)),
         ("max_new_tokens", max_new_tokens, "1 or more", max_new_tokens >= 1),
-        ("temperature", temperature, "0 or more", temperature >= 0),
+        ("temperature", temperature, "0, or 0.01 to 100", temperature == 0 or 0.01 <= temperature <= 100),
         ("top_k", top_k, "1 or more", top_k >= 1),
+        ("seed", seed, "0 to below 2**63", 0 <= seed < 2**63),
     ):
         if not fits:
             raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
@@ -54,3 +55,11 @@ def generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, pad_token_id=0, **sampling
     )
     print(trained.tokenizer.decode(output[0].tolist(), skip_special_tokens=True).removesuffix("<|endoftext|>"))
+
+
+def _is_text(prompt: str) -> bool:
+    """Whether there is a prompt, and the bytes it was typed in are characters."""
+    try:
+        return bool(prompt.encode())
+    except UnicodeEncodeError:
+        return False

@@ -42,7 +42,7 @@ def residual_default(arguments: Sequence[str], default: Strategy) -> tuple[str, 
         return default.short_name, default
     if name not in STRATEGIES:
         raise ConfigError(f"residual is {name!r}; allowed: {', '.join(STRATEGIES)}")
-    by_count = any(argument.split("=")[0] == "--residual.num-blocks" for argument in arguments)
+    by_count = any(argument.split("=")[0].replace("_", "-") == "--residual.num-blocks" for argument in arguments)
     return name, strategy_of(name, {"num_blocks": 1} if by_count and name == "block" else {})
 
 

@@ -1,7 +1,7 @@
 """``attnres schedule``: print which sources each site reads."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import tyro
@@ -41,7 +41,8 @@ def schedule(
     if residual == "block":
         strategy = BlockAttnRes(sublayers_per_block=sublayers_per_block, num_blocks=num_blocks, remainder=remainder)
     else:
-        _refuse_block_settings(residual, sublayers_per_block, num_blocks)
+        given = {"sublayers-per-block": sublayers_per_block, "num-blocks": num_blocks}
+        _refuse_block_settings(residual, given | {"remainder": None if remainder == "tail" else remainder})
         strategy = FullAttnRes() if residual == "full" else PreNorm()
     schedule = reads(2 * layers, strategy)
     if as_json:
@@ -58,7 +59,7 @@ def schedule(
         print(f"site {site:>3}  {place:<20}  {len(sources):>3}  {', '.join(map(str, sources))}")
 
 
-def _refuse_block_settings(residual: str, sublayers_per_block: int | None, num_blocks: int | None) -> None:
-    for name, value in (("sublayers-per-block", sublayers_per_block), ("num-blocks", num_blocks)):
+def _refuse_block_settings(residual: str, given: Mapping[str, object]) -> None:
+    for name, value in given.items():
         if value is not None:
             raise ConfigError(f"residual is {residual!r} and {name} is {value}; allowed: {name} with block only")

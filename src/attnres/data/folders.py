@@ -31,7 +31,9 @@ def publish_folder(target: Path, *, replace: bool) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise NotADirectoryError(errno.ENOTDIR, "its parent is not a folder", str(target.parent)) from error
+        raise NotADirectoryError(
+            errno.ENOTDIR, "not a folder, so nothing can be made in it", str(target.parent)
+        ) from error
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     partial.mkdir()
     try:

@@ -15,13 +15,17 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attnres.errors import ConfigError
 from attnres.experiments.arms import arm_folder, parse_arm
-from attnres.experiments.models import hf_config, open_data
+from attnres.experiments.models import build_model, hf_config, open_data, self_contained
 from attnres.experiments.run import Progress, run
 from attnres.residual import PreNorm, reads
 from attnres.train import RunConfig, load_run_config, resolve
+from attnres.train.batch import check_data
 from attnres.train.files import replace_text, to_json
+from attnres.train.folder import check_same_run
 
 COMPARE = "compare.json"
 FORMAT = 1
@@ -63,7 +67,8 @@ class Comparison:
         for seed in self.seeds:
             for arm in self.arms:
                 train = replace(self.base.train, seed=seed)
-                yield arm_folder(arm, seed), replace(self.base, residual=parse_arm(arm), train=train)
+                run = replace(self.base, residual=parse_arm(arm), train=train)
+                yield arm_folder(arm, seed), self_contained(run)
 
     def to_dict(self) -> dict[str, Any]:
         """Contents of ``compare.json``."""
@@ -108,7 +113,7 @@ def compare(
         raise ConfigError(f"comparison folder {out} exists; allowed: a new path, or --resume to go on with it")
     if out.exists() and not (out / COMPARE).is_file():
         raise ConfigError(f"{out} has no {COMPARE}, so there is no comparison to go on with")
-    open_data(comparison.base.data)
+    _check(comparison, out)
     out.mkdir(parents=True, exist_ok=True)
     replace_text(out / COMPARE, to_json(_merged(out, {**comparison.to_dict(), "jobs": jobs})))
     waiting = [(config, out / name) for name, config in comparison.runs() if not _is_finished(out / name, config)]
@@ -119,27 +124,64 @@ def compare(
         run(config, folder, resume=folder.exists(), progress=progress)
 
 
-def seeds_from(count: int) -> tuple[int, ...]:
-    """The seeds 0, 1, ... of a number of seeds.
+def seeds_from(count: int, first: int = 0) -> tuple[int, ...]:
+    """A number of seeds, counted up from the first.
 
     Raises:
         ConfigError: The number is below 1.
     """
     if count < 1:
         raise ConfigError(f"seeds is {count}; allowed: 1 or more")
-    return tuple(range(count))
+    return tuple(range(first, first + count))
+
+
+def _check(comparison: Comparison, out: Path) -> None:
+    """Raise for whatever would stop a run, before anything is written or trained."""
+    data = open_data(comparison.base.data)
+    with torch.device("meta"):
+        check_data(build_model(comparison.base), data, comparison.base)
+    old = [out / name for names in _read(out)["runs"].values() for name in names] if out.exists() else []
+    settled = [(out / name, resolve(config)) for name, config in comparison.runs()]
+    for folder in filter(Path.exists, old):
+        saved = load_run_config(folder)
+        asked = next((config for path, config in settled if path == folder), None)
+        if asked is None:  # a run of another arm or seed: everything else has to be the same
+            asked = replace(
+                settled[0][1], residual=saved.residual, train=replace(settled[0][1].train, seed=saved.train.seed)
+            )
+        check_same_run(folder, asked)
+
+
+def _read(out: Path) -> dict[str, Any]:
+    """The comparison that is in a folder."""
+    path = out / COMPARE
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))
+        return {key: listed[key] for key in ("arms", "seeds", "labels", "runs")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged: {error!r}") from error
 
 
 def _run_isolated(waiting: Sequence[tuple[RunConfig, Path]], jobs: int, progress: Progress) -> None:
     """Each run in a fresh process, ``jobs`` at a time; the first error stops those that have not begun."""
+    failed = threading.Event()
+
+    def one(config: RunConfig, folder: Path) -> None:
+        if failed.is_set():
+            return
+        try:
+            _run_in_process(config, folder, progress)
+        except BaseException:
+            failed.set()
+            raise
+
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(_run_in_process, config, folder, progress) for config, folder in waiting]
+        futures = [pool.submit(one, config, folder) for config, folder in waiting]
         try:
             for future in as_completed(futures):
                 future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        finally:
+            failed.set()
 
 
 def _run_in_process(config: RunConfig, folder: Path, progress: Progress) -> None:
@@ -170,10 +212,9 @@ def _baseline(arms: Sequence[str]) -> str:
 
 def _merged(out: Path, new: dict[str, Any]) -> dict[str, Any]:
     """With the arms and seeds of an earlier call into the same folder, so that no run is forgotten."""
-    try:
-        old = json.loads((out / COMPARE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (out / COMPARE).exists():
         return new
+    old = _read(out)
     arms = [*old["arms"], *(arm for arm in new["arms"] if arm not in old["arms"])]
     seeds = sorted({*old["seeds"], *new["seeds"]})
     return {

@@ -1,6 +1,9 @@
 """The model and the data that a run's config asks for."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,7 @@ import torch
 from transformers import AutoConfig, KimiLinearConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from attnres.data import END_OF_TEXT_ID, Dataset, default_dataset, open_dataset
-from attnres.errors import ConfigError
+from attnres.errors import AttnResError, ConfigError
 from attnres.models import build
 from attnres.train import DataConfig, ModelConfig, RunConfig
 
@@ -21,7 +24,9 @@ def build_model(config: RunConfig) -> Any:
         UnsupportedModelError: The family is not supported.
     """
     torch.manual_seed(config.train.seed)
-    return build(hf_config(config.model, config.data), config.residual, dtype=torch.float32)
+    shape = hf_config(config.model, config.data)
+    with _told_in_one_line():
+        return build(shape, config.residual, dtype=torch.float32)
 
 
 def hf_config(model: ModelConfig, data: DataConfig) -> PreTrainedConfig:
@@ -31,7 +36,7 @@ def hf_config(model: ModelConfig, data: DataConfig) -> PreTrainedConfig:
         ConfigError: ``hf_config`` names a file that is missing or is not a config.
     """
     if model.hf_config is not None:
-        return _read_hf_config(Path(model.hf_config), data)
+        return _given_config(model.hf_config, data)
     shape = {
         "vocab_size": data.vocab_size,
         "hidden_size": model.hidden_size,
@@ -88,17 +93,50 @@ def _kimi_linear(**shape: Any) -> KimiLinearConfig:
     )
 
 
-def _read_hf_config(path: Path, data: DataConfig) -> PreTrainedConfig:
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        kind = settings.pop("model_type")
-    except OSError as error:
-        raise ConfigError(f"model.hf_config is {path}; it cannot be read ({error.strerror})") from error
-    except (json.JSONDecodeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"model.hf_config is {path}; allowed: a config.json with a model_type") from error
-    config = AutoConfig.for_model(kind, **settings)
-    if config.vocab_size != data.vocab_size:
-        raise ConfigError(
-            f"vocab_size in {path} is {config.vocab_size}; allowed: {data.vocab_size}, the data's (data.vocab_size)"
-        )
+def self_contained(config: RunConfig) -> RunConfig:
+    """The same run with the content of a Hugging Face config in place of its path, so that its folder holds all of it.
+
+    Raises:
+        ConfigError: The file is missing or is not a config.
+    """
+    if config.model.hf_config is None:
+        return config
+    content = json.dumps(_read_hf_config(config.model.hf_config), sort_keys=True)
+    return replace(config, model=replace(config.model, hf_config=content))
+
+
+def _given_config(source: str, data: DataConfig) -> PreTrainedConfig:
+    settings = dict(_read_hf_config(source))
+    kind = settings.pop("model_type")
+    with _told_in_one_line():
+        config = AutoConfig.for_model(kind, **settings)
+    seen = getattr(config, "vocab_size", None)
+    if seen != data.vocab_size:
+        raise ConfigError(f"model.hf_config has vocab_size {seen}; allowed: {data.vocab_size}, the data's")
     return config
+
+
+def _read_hf_config(source: str) -> dict[str, Any]:
+    """The settings in a ``config.json``, or in its content."""
+    inline = source.lstrip().startswith("{")
+    name = "its content" if inline else source
+    try:
+        settings = json.loads(source if inline else Path(source).read_text(encoding="utf-8"))
+        if not isinstance(settings["model_type"], str):
+            raise TypeError(f"model_type is {settings['model_type']!r}")
+    except OSError as error:
+        raise ConfigError(f"model.hf_config is {name}; it cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model.hf_config is {name}; allowed: a config.json with a model_type ({error!r})") from error
+    return settings
+
+
+@contextmanager
+def _told_in_one_line() -> Iterator[None]:
+    """What Transformers finds wrong with a config is the user's to mend, but it has no exception class for it."""
+    try:
+        yield
+    except AttnResError:
+        raise
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, ArithmeticError) as error:
+        raise ConfigError(f"Transformers cannot use this model config: {error}") from error

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 
 from attnres.analysis.probe import probe
-from attnres.experiments.models import build_model, open_data
+from attnres.experiments.models import build_model, open_data, self_contained
 from attnres.train import Callback, Resume, RunConfig, RunContext, Trainer
 from attnres.train.files import replace_text, to_json
 from attnres.train.progress import PlainDisplay
@@ -44,6 +44,7 @@ def run(config: RunConfig, folder: Path, *, resume: Resume = False, progress: Pr
     Raises:
         AttnResError: The config, the data or the folder cannot be used, or training broke off.
     """
+    config = self_contained(config)
     display = PlainDisplay(folder.name, config.train.steps) if progress == "plain" else progress
     trainer = Trainer(
         build_model(config), open_data(config.data), config, folder, callbacks=[DepthProbe()], progress=display

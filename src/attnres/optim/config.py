@@ -1,5 +1,6 @@
 """Settings of the optimizer and its schedule."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -55,7 +56,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         require(self.optimizer in get_args(OptimizerName), "optimizer", self.optimizer, '"muon" or "adamw"')
         require(self.schedule in get_args(ScheduleName), "schedule", self.schedule, '"wsd", "cosine" or "constant"')
-        require(self.lr > 0, "lr", self.lr, "more than 0")
+        require(0 < self.lr < math.inf, "lr", self.lr, "more than 0, and finite")
         require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two in [0, 1)"
         )

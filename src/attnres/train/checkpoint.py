@@ -68,7 +68,8 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """Checkpoint folders, oldest first."""
-        return sorted(self.root.glob("step-[0-9]*"), key=lambda path: int(path.name.removeprefix("step-")))
+        found = [path for path in self.root.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
     def save(self, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
         """Write a checkpoint of step ``state["step"]`` and return its folder once it is whole and on disk."""
@@ -113,7 +114,9 @@ class Checkpoints:
                 checkpoint = read_checkpoint(path)
             except CheckpointError as error:
                 if not fallback:
-                    raise CheckpointError(f'{error}; resume="fallback" goes back to the newest whole one') from error
+                    raise CheckpointError(
+                        f'{error}; resume="fallback" (--fallback) goes back to the newest whole one'
+                    ) from error
                 damaged[path] = error
             else:
                 self._set_aside(damaged)

@@ -32,7 +32,7 @@ class ModelConfig:
     family: Family = "llama"
     """Hugging Face family that the decoder is built from; without effect when ``hf_config`` is given."""
     hf_config: str | None = None
-    """Path of a Hugging Face ``config.json`` to build from instead; it then decides all the fields below."""
+    """Path (or content) of a Hugging Face ``config.json`` to build from instead; it decides all the fields below."""
     hidden_size: int = 256
     """Width D."""
     intermediate_size: int = 768
@@ -58,6 +58,8 @@ class ModelConfig:
         for name in ("rms_norm_eps", "initializer_range"):
             require(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
         _divides("num_attention_heads", self.num_attention_heads, "hidden_size", self.hidden_size)
+        head = self.hidden_size // self.num_attention_heads
+        require(head % 2 == 0, "hidden_size / num_attention_heads", head, "an even number, for rotary positions")
         _divides("num_key_value_heads", self.num_key_value_heads, "num_attention_heads", self.num_attention_heads)
 
 
@@ -137,6 +139,7 @@ class TrainConfig:
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         for name in ("eval_every", "checkpoint_every", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        require(self.seed < 2**63, "seed", self.seed, "below 2**63")
         clips = self.grad_clip is None or (self.grad_clip > 0 and math.isfinite(self.grad_clip))
         require(clips, "grad_clip", self.grad_clip, "more than 0, or None")
         require(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more, or None")

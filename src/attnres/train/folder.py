@@ -71,11 +71,12 @@ def load_run_config(folder: Path | str) -> RunConfig:
     """
     path = Path(folder) / CONFIG
     try:
-        return RunConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{folder} is not a run folder: cannot read {CONFIG} ({error.strerror})") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not even text
         raise ConfigError(f"{path} is damaged: {error}") from error
+    return RunConfig.from_dict(settings)
 
 
 def check_same_run(folder: Path, asked: RunConfig) -> None:

@@ -65,7 +65,7 @@ def read_metrics(folder: Path | str) -> list[Row]:
     """Rows of a run folder's ``metrics.jsonl``; a last line that a kill cut short is left out.
 
     Raises:
-        DataError: A line before the last is not JSON.
+        DataError: A line before the last is not a JSON object with a step.
     """
     path = Path(folder) / METRICS
     return [json.loads(line) for line in _whole_lines(path)] if path.exists() else []
@@ -83,9 +83,9 @@ def _whole_lines(path: Path) -> list[str]:
     del unfinished  # empty, unless the process was killed within a write
     for number, line in enumerate(lines, start=1):
         try:
-            json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path} is damaged: line {number} is not JSON ({error})") from error
+            json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} is damaged: line {number} is no row of metrics ({error!r})") from error
     return lines
 
 

@@ -117,7 +117,6 @@ class Trainer:
                 checkpoint = self.checkpoints.newest(fallback=resume == "fallback")
                 self._set_up()
                 self._begin(checkpoint)
-                update_config(self.folder, self.config)
                 return self._run(None if checkpoint is None else checkpoint.step)
 
     def _set_up(self) -> None:
@@ -172,6 +171,7 @@ class Trainer:
             for tracker in self._trackers:
                 tracker.start(self.folder, self.config.to_dict(), step=resumed_at)
                 started.append(tracker)
+            update_config(self.folder, self.config)
             self._display.start(self.position.step)
             self._loop()
             result = self._finish()
@@ -260,9 +260,9 @@ class Trainer:
     def _finish(self) -> Row:
         """Write ``result.json``."""
         result = build_result(self.folder, self.model, self.position, peak_memory_bytes=self._peak_memory())
-        replace_text(self.folder / RESULT, to_json(result))
         for callback in self.callbacks:
             callback.on_end(self._context(), result)
+        replace_text(self.folder / RESULT, to_json(result))  # last, so that a run with a result lacks nothing
         return result
 
     def _log(self, *, kind: str, **numbers: float) -> None:
