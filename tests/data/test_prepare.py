@@ -237,7 +237,7 @@ BAD_INPUTS = {
     "output-is-a-file": (DataError, "output folder .*file exists", lambda d: {"out": write(d / "file", b"a")}),
     "output-below-a-file": (
         DataError,
-        "its parent is not a folder",
+        "not a folder",
         lambda d: {"out": write(d / "file", b"a") / "out"},
     ),
     "overwrite-of-a-file": (

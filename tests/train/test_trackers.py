@@ -49,7 +49,7 @@ def test_a_last_line_cut_short_is_left_out_and_one_in_the_middle_is_an_error(tmp
     assert read_metrics(tmp_path) == ROWS
     with (tmp_path / METRICS).open("a") as file:
         file.write("\n" + json.dumps(ROWS[0]) + "\n")
-    with pytest.raises(DataError, match="line 6 is not JSON"):
+    with pytest.raises(DataError, match="line 6 is no row of metrics"):
         read_metrics(tmp_path)
 
 
