@@ -5,8 +5,8 @@ import json
 
 import pytest
 from rich.console import Console
-from synthetic import write_comparison, write_json, write_run
 
+from analysis.synthetic import write_comparison, write_json, write_run
 from attnres.analysis import comparison_table, load_comparison, markdown_table, render_table, table_json
 from attnres.analysis.table import table_notes
 

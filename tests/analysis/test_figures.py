@@ -6,8 +6,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from synthetic import depth_content, write_comparison, write_json, write_run
 
+from analysis.synthetic import depth_content, write_comparison, write_json, write_run
 from attnres.analysis import load_comparison
 from attnres.analysis.depth_figures import (
     boundaries,

@@ -10,8 +10,8 @@ import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from synthetic import write_comparison, write_json, write_run
 
+from analysis.synthetic import write_comparison, write_json, write_run
 from attnres.analysis import load_comparison, write_report
 from attnres.analysis.facts import caveats, depth_summary, flatten, settings
 from attnres.analysis.table import comparison_table

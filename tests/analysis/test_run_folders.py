@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from synthetic import write_comparison, write_json, write_run
 
+from analysis.synthetic import write_comparison, write_json, write_run
 from attnres.analysis import load_comparison, load_run
 from attnres.errors import CheckpointError, ConfigError, DataError
 
