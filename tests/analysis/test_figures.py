@@ -228,6 +228,8 @@ def test_a_magnitude_axis_is_logarithmic_only_when_it_spans_decades(tmp_path):
     assert "0.00" in texts(gradient_magnitude(dead))
     nothing = measured(tmp_path / "nothing", sublayers=4, gradient_magnitude=[0.0] * 4)
     assert "0.0" in texts(gradient_magnitude(nothing))
+    tiny = measured(tmp_path / "tiny", sublayers=4, gradient_magnitude=[2e-6, 3e-6, 4e-6, 5e-6])
+    assert {"0", "2e-06", "4e-06"} <= set(texts(gradient_magnitude(tiny)))
 
 
 def test_labels_are_text_and_never_formulas(tmp_path):

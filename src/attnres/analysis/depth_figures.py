@@ -162,7 +162,7 @@ def _magnitude_axis(axes: "Axes", values: Array) -> None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         return
     plain_ticks(axes)
-    if len(values) and np.abs(values).max() < 1e-3:  # six zeros in a label tell nobody anything
+    if len(values) and 0 < np.abs(values).max() < 1e-3:  # six zeros in a label tell nobody anything
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if len(values) and values.min() >= 0:
         axes.set_ylim(0, 1.07 * values.max() or 1.0)
