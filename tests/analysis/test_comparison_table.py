@@ -154,3 +154,12 @@ def test_a_lone_run_has_no_columns_of_comparison(tmp_path):
     assert "diff." not in text
     assert "equal time" not in text
     assert "valid. loss" in text
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_runs_that_shared_the_machine_are_noted(tmp_path, jobs):
+    folder = write_comparison(tmp_path / "c", arms=("prenorm", "full"), seeds=(0,), sublayers=2, steps=50)
+    content = json.loads((folder / "compare.json").read_text())
+    (folder / "compare.json").write_text(json.dumps({**content, "jobs": jobs}))
+    noted = f"{jobs} runs at a time shared the machine" in markdown_table(comparison_table(load_comparison(folder)))
+    assert noted == (jobs > 1)

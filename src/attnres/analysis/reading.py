@@ -78,6 +78,7 @@ def _comparison(folder: Path) -> Comparison:
         arms=tuple(_arm(path, content, arm, seeds) for arm in arms),
         seeds=tuple(seeds),
         baseline=content["baseline"],
+        jobs=content["jobs"] if isinstance(content.get("jobs"), int) else 1,
     )
     if not comparison.runs:
         raise CheckpointError(f"{folder}: none of the runs that compare.json names has a folder")

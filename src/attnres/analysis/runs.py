@@ -151,6 +151,8 @@ class Comparison:
     """The seeds that pair the runs."""
     baseline: str | None
     """Name of the arm the others are compared with; ``None`` for a lone run."""
+    jobs: int = 1
+    """Runs that shared the machine at a time."""
 
     @property
     def baseline_arm(self) -> Arm | None:

@@ -61,6 +61,8 @@ class ArmRow:
     """Peak memory, the largest over seeds."""
     unfinished: tuple[str, ...]
     """One line for every run that is not finished or not there."""
+    jobs: int = 1
+    """Runs that shared the machine at a time; more than one distorts what is measured in seconds."""
 
 
 def comparison_table(comparison: Comparison) -> list[ArmRow]:
@@ -102,6 +104,7 @@ def _row(comparison: Comparison, arm: Arm, seconds: float | None) -> ArmRow:
         extra_parameters=_largest(result.extra_parameters for result in results.values()),
         peak_memory_bytes=_largest(r.peak_memory_bytes for r in results.values() if r.peak_memory_bytes is not None),
         unfinished=_unfinished(arm),
+        jobs=comparison.jobs,
     )
 
 
@@ -196,6 +199,12 @@ def table_notes(rows: Sequence[ArmRow]) -> list[str]:
         notes.append(
             f"At equal time: validation loss after {exact_duration(seconds)} of training, the shortest total time of "
             "any finished run, interpolated linearly between evaluations."
+        )
+    jobs = max(row.jobs for row in rows)
+    if jobs > 1:
+        notes.append(
+            f"{jobs} runs at a time shared the machine: speeds, ratios and losses at equal time say as much about a "
+            "run's neighbours as about its arm."
         )
     if any(row.difference is not None and row.difference.half_width is None for row in rows):
         notes.append(f"One seed has no interval ({DASH}): the difference may be noise.")
