@@ -4,8 +4,6 @@ One forward and backward pass over a few sequences, in the parameters' own preci
 listeners. The numbers go to ``depth.json`` of a run folder, from which every figure is drawn.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.analysis.mixing import MixingListener, residual_of
+from attnres.models.modes import evaluating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ def probe(model: nn.Module, input_ids: Tensor, targets: Tensor) -> DepthProbe:
     """
     residual = residual_of(model)
     magnitudes, mixing = _Magnitudes(), MixingListener(residual)
-    with _evaluating(model), torch.enable_grad(), residual.listen(magnitudes), residual.listen(mixing):
+    with evaluating(model), torch.enable_grad(), residual.listen(magnitudes), residual.listen(mixing):
         logits = model(input_ids=input_ids, use_cache=False).logits
         loss = nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
     gradients = torch.autograd.grad(loss, magnitudes.outputs)
@@ -86,13 +85,3 @@ def probe(model: nn.Module, input_ids: Tensor, targets: Tensor) -> DepthProbe:
 
 def _rms(value: Tensor) -> float:
     return value.detach().double().square().mean().sqrt().item()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -94,12 +94,12 @@ def describe_strategy(strategy: Strategy) -> dict[str, Any]:
 
 
 def _base_model(model: Any) -> Any:
+    base: Any = getattr(model, "base_model", None)
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"model is a {type(model).__name__}; allowed is a transformers.PreTrainedModel")
     if isinstance(model, AttnResMixin):
-        seen = _base(model).residual.strategy.label
+        seen = base.residual.strategy.label
         raise UnsupportedModelError(f"{type(model).__name__} has a residual strategy already ({seen})")
-    base = _base(model)
     missing = [name for name in ("layers", "norm") if not hasattr(base, name)]
     if missing:
         raise UnsupportedModelError(f"{type(base).__name__} has no {' and no '.join(missing)}; not a supported decoder")
@@ -119,10 +119,6 @@ def _hooks(layer: nn.Module) -> list[Any]:
 def _is_foreign(hook: Any) -> bool:
     """Whether a hook is not Transformers' own for ``output_hidden_states``, which the taps take over."""
     return getattr(hook, "__name__", "") != "output_capturing_hook"
-
-
-def _base(model: Any) -> Any:
-    return model.base_model
 
 
 def _own_config(model: PreTrainedModel, strategy: Strategy, *, num_hidden_states: int) -> None:

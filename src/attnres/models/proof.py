@@ -4,8 +4,6 @@ A family's description consists of names, and Transformers changes under us. So 
 of layer in the model at hand is run both ways, before anything is replaced.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from attnres.errors import UnsupportedModelError
 from attnres.models.families import Family
 from attnres.models.layer import ResidualDecoderLayer
+from attnres.models.modes import evaluating
 from attnres.residual import PreNorm, Residual
 
 PROOF_TOKENS = 8
@@ -34,7 +33,7 @@ def prove(base: Any, family: Family) -> float:
     for index, (layer, arguments, expected) in _layer_calls(base).items():
         (hidden,), keywords = arguments
         split = ResidualDecoderLayer(layer, family, Residual(PreNorm(), 2, hidden.shape[-1]), index=0)
-        with torch.no_grad(), _evaluating(base):
+        with torch.no_grad(), evaluating(base):
             actual = split(hidden, **keywords).hidden
         difference = _relative_difference(actual, expected)
         allowed = 16 * torch.finfo(expected.dtype).eps
@@ -63,7 +62,7 @@ def _layer_calls(base: Any) -> dict[int, tuple[nn.Module, Any, Tensor]]:
 
         handles.append(layer.register_forward_hook(keep, with_kwargs=True))
     try:
-        with torch.no_grad(), _evaluating(base):
+        with torch.no_grad(), evaluating(base):
             base(inputs_embeds=_random_embedding(base), use_cache=False)
     finally:
         for handle in handles:
@@ -76,18 +75,6 @@ def _random_embedding(base: Any) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(0)
     embedding = torch.randn(1, PROOF_TOKENS, weight.shape[-1], generator=generator, device="cpu")
     return embedding.to(weight.device, weight.dtype)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, and each module's own mode back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _relative_difference(actual: Tensor, expected: Tensor) -> float:
