@@ -84,6 +84,45 @@ def test_help_names_every_command_and_each_has_its_own(capsys):
     assert capsys.readouterr().out == f"attnres {attnres.__version__}\n"
 
 
+@pytest.mark.parametrize("name", ["op", "phases", "overhead", "memory"])
+def test_every_benchmark_runs_small_and_writes_its_file(name, tmp_path, capsys):
+    csv, figure = tmp_path / f"{name}.csv", tmp_path / "depth.svg"
+    more = ["--figure", str(figure)] if name == "phases" else []
+    main(["bench", name, "--quick", "--csv", str(csv), *more])
+    once = capsys.readouterr()
+    assert "torch" in once.out
+    assert once.err.count("\n") > 2  # signs of life
+    lines = csv.read_text().splitlines()
+    assert len(lines) > 5
+    assert figure.exists() == bool(more)
+
+
+def test_a_benchmark_adds_to_a_file_of_its_own_kind_only(tmp_path, capsys):
+    csv = tmp_path / "memory.csv"
+    for _ in range(2):
+        main(["bench", "memory", "--quick", "--dtypes", "float32", "--csv", str(csv)])
+    header, *lines = csv.read_text().splitlines()
+    assert len(lines) % 2 == 0
+    assert header not in lines
+    before = csv.read_text()
+    capsys.readouterr()
+    assert "other columns" in fails(["bench", "op", "--quick", "--csv", csv], capsys)
+    assert csv.read_text() == before
+
+
+def test_each_benchmark_has_help_with_its_real_defaults(capsys):
+    main(["bench", "--help"])
+    assert "overhead" in capsys.readouterr().out
+    for name, default in {"op": "9x4096x1024", "phases": "128", "overhead": "512", "memory": "32"}.items():
+        with pytest.raises(SystemExit) as stop:
+            main(["bench", name, "--help"])
+        assert stop.value.code == 0
+        printed = capsys.readouterr().out
+        assert f"usage: attnres bench {name}" in printed
+        assert default in printed
+        assert "minutes on two cores" in printed
+
+
 def test_train_eval_generate_and_report_work_on_one_run(trained, capsys):
     main(["eval", str(trained), "--json"])
     result = json.loads(capsys.readouterr().out)
@@ -128,7 +167,8 @@ def test_dry_run_prints_the_resolved_config_and_costs_and_writes_nothing(options
           *options])  # fmt: skip
     plan = json.loads(capsys.readouterr().out)
     assert plan["residual"] == {
-        "type": "BlockAttnRes", "read_scale": None, "sublayers_per_block": None, "num_blocks": 2, "remainder": "tail",
+        "type": "BlockAttnRes", "read_scale": None, "phases": "auto", "sublayers_per_block": None, "num_blocks": 2,
+        "remainder": "tail",
     }  # fmt: skip
     assert plan["plan"]["parameters"] > 0
     assert list(tmp_path.iterdir()) == []
@@ -230,7 +270,16 @@ BAD = {
     "no schedule": (["schedule", "--layers", "0", "--sublayers-per-block", "2"], r"num_sublayers is 0"),
     "schedule settings": (["schedule", "--layers", "2", "--residual", "full", "--sublayers-per-block", "2"],
                           r"residual is 'full' and sublayers-per-block is 2; allowed: .* with block only"),
-    "benchmark": (["bench", "op", "--tokens", "0"], r"tokens is 0; allowed: 1 or more"),
+    "benchmark": (["bench", "nothing"], r"benchmark is 'nothing'; allowed: op, phases, overhead, memory"),
+    "no benchmark": (["bench"], r"benchmark is missing; allowed: op, phases, overhead, memory"),
+    "benchmark shape": (["bench", "op", "--shapes", "9x0x512"], r"tokens is 0; allowed: 1 or more"),
+    "benchmark shape word": (["bench", "op", "--shapes", "large"], r"shape is 'large'; allowed: SOURCESxTOKENSxDIM"),
+    "benchmark rounds": (["bench", "op", "--rounds", "0"], r"rounds is 0; allowed: 1 or more"),
+    "benchmark depth": (["bench", "phases", "--quick", "--sublayers", "2"], r"num_blocks is 4; allowed is 1 to 2"),
+    "benchmark model": (["bench", "overhead", "--quick", "--dim", "100"], r"dim is 100; allowed: a multiple of"),
+    "benchmark read": (["bench", "memory", "--quick", "--read", "9x8"], r"shape is '9x8'; allowed: SOURCESx"),
+    "benchmark option": (["bench", "memory", "--nonesuch", "1"], r"(?i)unrecognized.*--nonesuch"),
+    "benchmark file": (["bench", "memory", "--quick", "--csv", "{file}"], r"{file} has other columns"),
 }  # fmt: skip
 
 

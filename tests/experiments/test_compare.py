@@ -188,7 +188,7 @@ def test_arms_are_words(word, strategy):
     ("word", "message"),
     [
         ("mhc", "arm is 'mhc'; allowed: prenorm, full, block"),
-        ("block:size=4", "unknown key 'residual.size'; allowed: read_scale, sublayers_per_block"),
+        ("block:size=4", "unknown key 'residual.size'; allowed: read_scale, phases, sublayers_per_block"),
         ("block:4", "allowed after the colon: key=value"),
         ("block:sublayers_per_block=0", "sublayers_per_block is 0"),
         ("block:num_blocks=2,sublayers_per_block=2", "give exactly one"),

@@ -89,8 +89,12 @@ def convert(model: Any, strategy: Strategy) -> Any:
 
 
 def describe_strategy(strategy: Strategy) -> dict[str, Any]:
-    """A strategy as JSON values, the way a converted model's config holds it."""
-    return {"type": type(strategy).__name__, **vars(strategy)}
+    """A strategy as JSON values, the way a converted model's config holds it.
+
+    Without ``phases``, which is how the reads are computed and not what they are.
+    """
+    settings = {name: value for name, value in vars(strategy).items() if name != "phases"}
+    return {"type": type(strategy).__name__, **settings}
 
 
 def _base_model(model: Any) -> Any:

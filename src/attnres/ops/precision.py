@@ -39,10 +39,11 @@ def check_sources(sources: Sequence[Tensor], pseudo_query: Tensor, key_weight: T
         raise ShapeError("depth attention got 0 sources; it needs at least 1")
     shape = sources[0].shape
     for index, source in enumerate(sources):
-        if not source.is_floating_point():
-            raise ShapeError(f"source {index} has dtype {source.dtype}; allowed are floating-point dtypes")
         if source.shape != shape:
             raise ShapeError(f"source {index} has shape {tuple(source.shape)}, but source 0 has {tuple(shape)}")
+    for dtype in {source.dtype for source in sources}:
+        if not dtype.is_floating_point:
+            raise ShapeError(f"a source has dtype {dtype}; allowed are floating-point dtypes")
     if len(shape) == 0:
         raise ShapeError("sources are scalars; they need at least the width dimension")
     for name, vector in (("pseudo_query", pseudo_query), ("key_weight", key_weight)):

@@ -59,6 +59,10 @@ class BlockAttnRes(DepthAttentionStrategy):
             remainder=self.remainder,
         )
 
+    def phase_starts(self, num_sublayers: int) -> tuple[int, ...]:
+        """The end of each block; the output read after the last one is a single read, and not in two phases."""
+        return self.block_ends(num_sublayers)
+
     def sources(self, site: int, num_sublayers: int) -> tuple[Source, ...]:
         """The embedding, the finished block sums, and the partial sum unless the site starts a block."""
         return block_sources(site, self.block_ends(num_sublayers))

@@ -6,6 +6,9 @@ from typing import ClassVar, final
 from attnres.residual.schedule import Source, block_sources
 from attnres.residual.strategy import DepthAttentionStrategy
 
+READS_PER_PHASE = 8
+"""Reads that share one phase 1. More of them spread its cost further, but leave more near sources to each read."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,10 @@ class FullAttnRes(DepthAttentionStrategy):
     def closes_block(self, site: int, num_sublayers: int) -> bool:
         """Always, but for the output read, which is not followed by a sublayer."""
         return site < num_sublayers
+
+    def phase_starts(self, num_sublayers: int) -> tuple[int, ...]:
+        """Every few sublayers: Full AttnRes has no blocks of its own to schedule by (paper, appendix B)."""
+        return (*range(READS_PER_PHASE, num_sublayers + 1, READS_PER_PHASE), num_sublayers + 1)
 
     def sources(self, site: int, num_sublayers: int) -> tuple[Source, ...]:
         """The embedding and each earlier output."""

@@ -69,6 +69,7 @@ class Residual(nn.Module):
         for index, site in enumerate(self.sites):
             assert isinstance(site, Site)
             site.index = index
+        self.strategy.connect([self.site(index) for index in range(num_sublayers + 1)])
         self._listeners: list[Listener] = []
 
     def reset_parameters(self) -> None:

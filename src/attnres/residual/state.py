@@ -5,11 +5,13 @@ anywhere and pass the state on. Both kinds are pytrees, so utilities that look f
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from attnres.ops import PartialSoftmax
 
 
 @final
@@ -23,6 +25,25 @@ class RunningSum:
 
 @final
 @dataclass(frozen=True)
+class Ahead:
+    """Phase 1 of the running block: what its reads take from the sources that were finished when it began."""
+
+    reads: tuple[PartialSoftmax, ...]
+    """Of the reads still to come, the next one first."""
+    carriers: tuple[Tensor, ...]
+    """One per far source: what its gradient travels on. None where no gradient is wanted."""
+    far: int
+    """How many of the finished sources phase 1 covers; the others, and the partial sum, are near."""
+    deferred: bool
+    """Whether phase 1 leaves the forward pass to each read, and only the backward pass runs once per block."""
+
+    def next(self) -> "Ahead":
+        """What is left after one more read."""
+        return Ahead(self.reads[1:], self.carriers, self.far, self.deferred)
+
+
+@final
+@dataclass(frozen=True)
 class History:
     """State of depth attention: the finished sources, and the partial sum of the running block."""
 
@@ -30,6 +51,8 @@ class History:
     """Sources ``[*batch, dim]``, oldest first; entry 0 is the token embedding."""
     partial: Tensor | None = None
     """Sum of the current block's outputs so far; absent (never zeros) at a block's first site."""
+    ahead: Ahead | None = None
+    """Phase 1 of the running block, where its reads are in two phases."""
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
@@ -39,8 +62,22 @@ class History:
 
 State = RunningSum | History
 
-for _state, _fields in ((RunningSum, ["hidden"]), (History, ["finished", "partial"])):
+for _state, _fields in ((RunningSum, ["hidden"]), (History, ["finished", "partial", "ahead"])):
     pytree.register_dataclass(_state, field_names=_fields)
+
+
+def _flatten_ahead(ahead: Ahead) -> tuple[list[Any], tuple[int, bool]]:
+    return [ahead.reads, ahead.carriers], (ahead.far, ahead.deferred)
+
+
+def _unflatten_ahead(children: Any, context: tuple[int, bool]) -> Ahead:
+    reads, carriers = children
+    return Ahead(reads, carriers, *context)
+
+
+pytree.register_pytree_node(
+    Ahead, _flatten_ahead, _unflatten_ahead, serialized_type_name="attnres.residual.state.Ahead"
+)
 
 
 def tensors(state: State) -> list[torch.Tensor]:

@@ -5,7 +5,9 @@ is an immutable state, so a strategy can be printed, compared, written to a file
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -15,6 +17,7 @@ from attnres.errors import ConfigError
 from attnres.ops import depth_attention
 from attnres.residual.schedule import Source
 from attnres.residual.state import History
+from attnres.residual.two_phase import Phases, look_ahead, read_ahead
 
 ReadScale = Literal["mean", "sum"]
 
@@ -42,6 +45,8 @@ class DepthSite(Site):
 
     pseudo_query: nn.Parameter
     key_weight: nn.Parameter
+    upcoming: tuple["DepthSite", ...]
+    """The sites whose reads phase 1 computes once this one is written; referred to, not owned. Mostly none."""
 
     def __init__(
         self,
@@ -54,6 +59,7 @@ class DepthSite(Site):
     ):
         super().__init__(closes_block=closes_block)
         self.eps = eps
+        self.upcoming = ()
         self.pseudo_query = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
         self.key_weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
 
@@ -97,6 +103,10 @@ class Strategy(ABC):
     def site(self, index: int, num_sublayers: int, dim: int, *, eps: float, device: Any, dtype: Any) -> Site:
         """Make the site ``index``; ``num_sublayers`` is the output read."""
 
+    def connect(self, sites: Sequence[Site]) -> None:
+        """Let the sites of one model, output read last, know of each other where that is needed."""
+        del sites
+
     @abstractmethod
     def sources(self, site: int, num_sublayers: int) -> tuple[Source, ...]:
         """What the read at a site sees, oldest first."""
@@ -135,10 +145,16 @@ class DepthAttentionStrategy(Strategy):
     read_scale: ReadScale | None = None
     """``"mean"``: the softmax mix itself (the paper). ``"sum"``: the mix times its number of sources, which at zero
     queries is the residual sum. None: ``"mean"`` when a model is built, ``"sum"`` when a trained one is converted."""
+    phases: Phases = "auto"
+    """``"one"``: each read goes over all its sources by itself. ``"two"``: the reads of a block go over the finished
+    sources together, before the block runs, and each is merged with the partial sum later (paper, Algorithm 1).
+    ``"auto"``: whichever is faster, see `attnres.residual.two_phase`. The function computed is the same."""
 
     def __post_init__(self) -> None:
         if self.read_scale not in (None, "mean", "sum"):
             raise ConfigError(f'read_scale is {self.read_scale!r}; allowed are "mean" and "sum"')
+        if self.phases not in ("auto", "one", "two"):
+            raise ConfigError(f'phases is {self.phases!r}; allowed are "auto", "one" and "two"')
 
     def with_read_scale(self, default: ReadScale) -> Strategy:
         """The same strategy, with ``default`` where `read_scale` was left open."""
@@ -153,13 +169,36 @@ class DepthAttentionStrategy(Strategy):
         closes_block = self.closes_block(index, num_sublayers)
         return DepthSite(dim, eps=eps, closes_block=closes_block, device=device, dtype=dtype)
 
+    @abstractmethod
+    def phase_starts(self, num_sublayers: int) -> tuple[int, ...]:
+        """Sublayer counts after which phase 1 runs for the reads up to the next one; see `phases`."""
+
+    def connect(self, sites: Sequence[Site]) -> None:
+        """Tell each site after whose write phase 1 runs which reads that is for."""
+        starts = () if self.phases == "one" else self.phase_starts(len(sites) - 1)
+        for start, stop in pairwise(starts):
+            before, upcoming = sites[start - 1], sites[start:stop]
+            assert isinstance(before, DepthSite)
+            before.upcoming = tuple(site for site in upcoming if isinstance(site, DepthSite))
+
     def start(self, embedding: Tensor) -> History:
         """The embedding as the only source."""
         return History((embedding,))
 
     def read(self, state: History, site: Site) -> Tensor:
         """Depth attention over the finished sources and the partial sum (paper, Eq. 2-4 and 6)."""
-        return self._attend(state, site, return_weights=False)
+        assert isinstance(site, DepthSite)
+        if state.ahead is None or not state.ahead.reads:
+            return self._attend(state, site, return_weights=False)
+        return read_ahead(
+            state,
+            state.ahead,
+            site.pseudo_query,
+            site.key_weight,
+            eps=site.eps,
+            out_scale=self._out_scale(state),
+            dtype=stream_dtype(state.finished[0]),
+        )
 
     def depth_weights(self, state: History, site: Site) -> Tensor:
         """The softmax values, times the number of sources with ``read_scale="sum"``."""
@@ -168,10 +207,22 @@ class DepthAttentionStrategy(Strategy):
 
     def write(self, state: History, site: Site, output: Tensor) -> History:
         """Add the output to the partial sum, which becomes a finished source when the site closes a block (Eq. 5)."""
+        assert isinstance(site, DepthSite)
         partial = output if state.partial is None else state.partial + output
-        if site.closes_block:
-            return History((*state.finished, partial))
-        return History(state.finished, partial)
+        ahead = None if state.ahead is None else state.ahead.next()
+        if not site.closes_block:
+            return History(state.finished, partial, ahead)
+        written = History((*state.finished, partial), None, ahead)
+        if not site.upcoming:
+            return written
+        return look_ahead(
+            written,
+            [(upcoming.pseudo_query, upcoming.key_weight) for upcoming in site.upcoming],
+            phases=self.phases,
+            eps=site.eps,
+            dtype=stream_dtype(written.finished[0]),
+            training=site.training,
+        )
 
     def _out_scale(self, state: History) -> float:
         return float(len(state.sources)) if self.read_scale == "sum" else 1.0

@@ -1,0 +1,126 @@
+"""Which implementation computes a read.
+
+Parameters, checkpoints and results do not depend on it: the reference is the definition and the kernels agree with it
+to rounding. What a kernel cannot do (a dtype, a function transform) goes to the reference, and the log says so once.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from attnres.errors import BackendUnavailableError, ConfigError
+
+logger = logging.getLogger("attnres")
+
+Backend = Literal["auto", "reference", "cpu", "triton"]
+
+_default: Backend = "auto"
+_said: set[str] = set()
+
+_CPU_DTYPES = frozenset({torch.float32, torch.bfloat16})
+_TRITON_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def resolve(backend: Backend, sources: Sequence[Tensor]) -> Backend:
+    """The implementation for these sources: the one asked for, or with ``"auto"`` the fastest that can do them.
+
+    Raises:
+        BackendUnavailableError: The one asked for cannot do them, with the reason.
+        ConfigError: There is none of that name.
+    """
+    if backend == "auto":
+        backend = _default
+    if backend == "auto":
+        name = _kernel_for(sources)
+        refusal = None if name is None else _refusal(name, sources)
+        _say_once(name, refusal)
+        return "reference" if name is None or refusal is not None else name
+    if backend not in get_args(Backend):
+        raise ConfigError(f"backend is {backend!r}; allowed: {', '.join(get_args(Backend))}")
+    refusal = _refusal(backend, sources)
+    if refusal is not None:
+        raise BackendUnavailableError(f"backend {backend!r} is not available: {refusal}")
+    return backend
+
+
+@contextmanager
+def use_backend(backend: Backend) -> Iterator[None]:
+    """Make ``backend`` what ``"auto"`` stands for, in all threads, inside a ``with`` block.
+
+    Examples:
+        >>> with use_backend("reference"):  # for instance for second derivatives, which the kernels do not have
+        ...     resolve("auto", [torch.ones(2, 4)])
+        'reference'
+    """
+    global _default
+    if backend not in get_args(Backend):
+        raise ConfigError(f"backend is {backend!r}; allowed: {', '.join(get_args(Backend))}")
+    before, _default = _default, backend
+    try:
+        yield
+    finally:
+        _default = before
+
+
+def _kernel_for(sources: Sequence[Tensor]) -> Backend | None:
+    """The kernel of the device; none for float64, which is for checking and not for speed."""
+    if sources[0].dtype == torch.float64:
+        return None
+    kind = sources[0].device.type
+    return "cpu" if kind == "cpu" else "triton" if kind == "cuda" else None
+
+
+def _refusal(backend: Backend, sources: Sequence[Tensor]) -> str | None:
+    """Why a backend cannot do these sources; None when it can."""
+    if backend == "reference":
+        return None
+    if _transformed():
+        return "torch.func transforms and forward-mode derivatives need the reference"
+    kind, wanted = sources[0].device.type, "cpu" if backend == "cpu" else "cuda"
+    if kind != wanted:
+        return f"the sources are on {kind}; it takes {wanted}"
+    allowed = _CPU_DTYPES if backend == "cpu" else _TRITON_DTYPES
+    dtypes = {source.dtype for source in sources}
+    if not dtypes <= allowed and dtypes != {torch.float64}:
+        seen, names = (", ".join(sorted(str(dtype)[6:] for dtype in group)) for group in (dtypes, allowed))
+        return f"the sources have dtype {seen}; it takes {names}, or float64 alone"
+    return _cpu_problem() if backend == "cpu" else _triton_problem()
+
+
+def _transformed() -> bool:
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+@torch.compiler.assume_constant_result
+def _cpu_problem() -> str | None:
+    from attnres.ops import cpu
+
+    return cpu.problem()
+
+
+@torch.compiler.assume_constant_result
+def _triton_problem() -> str | None:
+    from attnres.ops import triton
+
+    reason = triton.unavailable()
+    if reason is None:
+        triton.register()
+    return reason
+
+
+def _say_once(name: Backend | None, refusal: str | None) -> None:
+    if torch.compiler.is_compiling():
+        return
+    text = f"{name}: {refusal}" if refusal else str(name)
+    if name is None or text in _said:
+        return
+    _said.add(text)
+    if refusal is None:
+        logger.info("depth attention uses the %s kernel", name)
+    else:
+        logger.info("depth attention uses the reference, not the %s kernel: %s", name, refusal)

@@ -1,0 +1,243 @@
+// The operators of attnres on CPU, registered under the schemas that attnres/ops/library.py defines.
+#include <torch/library.h>
+
+#include "inter_block.h"
+#include "intra_block.h"
+#include "read.h"
+
+namespace attnres {
+namespace {
+
+using Tensors = std::vector<Tensor>;
+using OptionalTensors = c10::List<OptionalTensor>;
+
+bool any_of_type(at::TensorList tensors, at::ScalarType type) {
+  return std::any_of(tensors.begin(), tensors.end(), [&](const Tensor& t) { return t.scalar_type() == type; });
+}
+
+// Calls f with the policy that the types ask for.
+template <class F>
+auto dispatch(bool wide, bool half, F&& f) {
+  if (wide) return f(Double());
+  return half ? f(Mixed()) : f(Single());
+}
+
+std::vector<int64_t> with_last(at::IntArrayRef sizes, int64_t last) {
+  std::vector<int64_t> result(sizes.begin(), sizes.end() - 1);
+  result.push_back(last);
+  return result;
+}
+
+at::IntArrayRef without_last(at::IntArrayRef sizes) { return sizes.slice(0, sizes.size() - 1); }
+
+template <class P>
+Tensor working(const Tensor& like, at::IntArrayRef sizes) {
+  return at::empty(sizes, like.options().dtype(kType<P>));
+}
+
+// Results like each of the tensors (of 0 elements where not needed), and the sinks that write them.
+template <class P>
+std::vector<Sinks<P>> sinks_of(const Tensors& results) {
+  int64_t bytes = 0;
+  for (const Tensor& result : results) bytes += result.nbytes();
+  std::vector<Sinks<P>> sinks;
+  for (const Tensor& result : results)
+    sinks.push_back(result.dim() == 1 && result.numel() == 0 ? Sinks<P>() : Sinks<P>(result, bytes >= kStreamedBytes));
+  return sinks;
+}
+
+template <class P>
+std::optional<Rows<P>> optional_rows(const OptionalTensor& tensor) {
+  return tensor ? std::optional<Rows<P>>(*tensor) : std::nullopt;
+}
+
+OptionalTensor contiguous(const OptionalTensor& tensor) {
+  return tensor ? OptionalTensor(tensor->contiguous()) : std::nullopt;
+}
+
+template <class P>
+const Number<P>* data_of(const OptionalTensor& tensor) {
+  return tensor ? tensor->const_data_ptr<Number<P>>() : nullptr;
+}
+
+template <class P>
+Read<P> make_read(
+    at::TensorList sources, const Tensor& query, const OptionalTensor& weight, const OptionalTensor& norm, double eps,
+    double scale, double norm_eps) {
+  Read<P> read{rows_of<P>(sources), fold<P>(query, weight)};
+  if (norm) read.norm_weight = lines<P>(*norm);
+  read.tokens = count_tokens(sources[0]);
+  read.dim = query.size(-1);
+  read.eps = eps, read.scale = scale, read.norm_eps = norm_eps;
+  return read;
+}
+
+std::tuple<Tensor, Tensor, Tensor> depth_attention(
+    at::TensorList sources, const Tensor& query, const OptionalTensor& weight, const OptionalTensor& norm, double eps,
+    double scale, double norm_eps, at::ScalarType dtype) {
+  const bool half = dtype == at::kBFloat16 || any_of_type(sources, at::kBFloat16);
+  return dispatch(any_of_type(sources, at::kDouble), half, [&](auto policy) {
+    using P = decltype(policy);
+    const Tensor& first = sources[0];
+    const Tensor mixed = at::empty(first.sizes(), first.options().dtype(dtype));
+    const Tensor weights = working<P>(first, with_last(first.sizes(), sources.size()));
+    const Tensor lse = working<P>(first, without_last(first.sizes()));
+    read_forward<P>(
+        make_read<P>(sources, query, weight, norm, eps, scale, norm_eps), sinks_of<P>({mixed})[0],
+        weights.data_ptr<Number<P>>(), lse.data_ptr<Number<P>>());
+    return std::make_tuple(mixed, weights, lse);
+  });
+}
+
+std::tuple<Tensors, Tensor, Tensor, Tensor> depth_attention_backward(
+    const OptionalTensor& grad_mixed, const OptionalTensor& grad_weights, const OptionalTensor& grad_lse,
+    at::TensorList sources, const Tensor& query, const OptionalTensor& weight, const OptionalTensor& norm, double eps,
+    double scale, double norm_eps, const c10::List<bool>& needs) {
+  const bool half =
+      any_of_type(sources, at::kBFloat16) || (grad_mixed && grad_mixed->scalar_type() == at::kBFloat16);
+  return dispatch(any_of_type(sources, at::kDouble), half, [&](auto policy) {
+    using P = decltype(policy);
+    const auto read = make_read<P>(sources, query, weight, norm, eps, scale, norm_eps);
+    Tensors results;
+    for (size_t i = 0; i < sources.size(); ++i)
+      results.push_back(at::empty(needs[i] ? sources[i].sizes() : at::IntArrayRef({0}), sources[i].options()));
+    const auto mixed = optional_rows<P>(grad_mixed);
+    const auto weight_grads = contiguous(grad_weights), lse_grads = contiguous(grad_lse);
+    const int64_t width = padded<Number<P>>(read.dim);
+    TokenSum<Number<P>> sums(read.tokens, norm ? 2 * width : width);
+    read_gradient<P>(
+        read, {mixed ? &*mixed : nullptr, data_of<P>(weight_grads), data_of<P>(lse_grads)}, sinks_of<P>(results), sums);
+    const Number<P>* total = sums.total();
+    auto [query_grad, weight_grad] = unfold<P>(total, query, weight);
+    const Tensor norm_grad =
+        norm ? unfold<P>(total + width, *norm, std::nullopt).first : at::empty({0}, query.options());
+    return std::make_tuple(results, query_grad, weight_grad, norm_grad);
+  });
+}
+
+template <class P>
+InterBlock<P> make_inter_block(
+    at::TensorList sources, const Tensor& queries, const OptionalTensor& weights, double eps) {
+  InterBlock<P> block{rows_of<P>(sources), fold<P>(queries, weights)};
+  block.reads = queries.size(0);
+  block.dim = queries.size(1);
+  block.tokens = count_tokens(sources[0]);
+  block.eps = eps;
+  return block;
+}
+
+std::tuple<Tensor, Tensor> inter_block(
+    at::TensorList sources, const Tensor& queries, const OptionalTensor& weights, double eps) {
+  return dispatch(any_of_type(sources, at::kDouble), any_of_type(sources, at::kBFloat16), [&](auto policy) {
+    using P = decltype(policy);
+    std::vector<int64_t> sizes = sources[0].sizes().vec();
+    sizes.insert(sizes.begin(), queries.size(0));
+    const Tensor mixed = working<P>(sources[0], sizes), lse = working<P>(sources[0], without_last(sizes));
+    inter_block_forward<P>(
+        make_inter_block<P>(sources, queries, weights, eps), sinks_of<P>({mixed})[0], lse.data_ptr<Number<P>>());
+    return std::make_tuple(mixed, lse);
+  });
+}
+
+bool any_half(const OptionalTensors& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const OptionalTensor& tensor) {
+    return tensor && tensor->scalar_type() == at::kBFloat16;
+  });
+}
+
+std::tuple<Tensors, Tensor, Tensor> inter_block_backward(
+    const OptionalTensors& grad_mixed, const OptionalTensors& grad_lse, at::TensorList sources, const Tensor& queries,
+    const OptionalTensor& weights, double eps, const OptionalTensors& carried) {
+  const bool half = any_of_type(sources, at::kBFloat16) || any_half(grad_mixed);
+  return dispatch(any_of_type(sources, at::kDouble), half, [&](auto policy) {
+    using P = decltype(policy);
+    const auto block = make_inter_block<P>(sources, queries, weights, eps);
+    InterBlockGrads<P> grads;
+    Tensors results;
+    std::vector<OptionalTensor> kept;
+    for (const OptionalTensor& grad : grad_mixed) grads.mixed.push_back(optional_rows<P>(grad));
+    for (const OptionalTensor& grad : grad_lse) {
+      kept.push_back(contiguous(grad));
+      grads.lse.push_back(data_of<P>(kept.back()));
+    }
+    for (const OptionalTensor& sum : carried) grads.carried.push_back(optional_rows<P>(sum));
+    for (const Tensor& source : sources) results.push_back(working<P>(source, source.sizes()));
+    TokenSum<Number<P>> sums(block.tokens, block.reads * block.width());
+    inter_block_gradient<P>(block, grads, sinks_of<P>(results), sums);
+    auto [query_grad, weight_grad] = unfold<P>(sums.total(), queries, weights);
+    return std::make_tuple(results, query_grad, weight_grad);
+  });
+}
+
+template <class P>
+IntraBlock<P> make_intra_block(
+    at::TensorList near, const Tensor& like, const Tensor& query, const OptionalTensor& weight,
+    const OptionalTensor& norm, double eps, double scale, double norm_eps) {
+  IntraBlock<P> part{rows_of<P>(near), fold<P>(query, weight)};
+  if (norm) part.norm_weight = lines<P>(*norm);
+  part.tokens = count_tokens(like);
+  part.dim = query.size(-1);
+  part.eps = eps, part.scale = scale, part.norm_eps = norm_eps;
+  return part;
+}
+
+std::tuple<Tensor, Tensor, Tensor> intra_block(
+    const Tensor& mixed, const Tensor& lse, at::TensorList near, const OptionalTensor& update, const Tensor& query,
+    const OptionalTensor& weight, const OptionalTensor& norm, double eps, double scale, double norm_eps,
+    at::ScalarType dtype) {
+  const bool half = dtype == at::kBFloat16 || mixed.scalar_type() == at::kBFloat16 ||
+      any_of_type(near, at::kBFloat16) || (update && update->scalar_type() == at::kBFloat16);
+  return dispatch(lse.scalar_type() == at::kDouble, half, [&](auto policy) {
+    using P = decltype(policy);
+    auto part = make_intra_block<P>(near, mixed, query, weight, norm, eps, scale, norm_eps);
+    const Tensor out = at::empty(mixed.sizes(), mixed.options().dtype(dtype));
+    const Tensor weights = working<P>(mixed, with_last(mixed.sizes(), near.size()));
+    Tensor partial = at::empty({0}, mixed.options());
+    std::optional<Update<P>> addition;
+    if (update) {
+      TORCH_CHECK(!near.empty(), "attnres: an update needs a partial sum");
+      partial = at::empty(near.back().sizes(), near.back().options());
+      addition.emplace(Update<P>{part.near.back(), Rows<P>(*update), Sinks<P>(partial, false)});
+      part.near.back() = Rows<P>(partial);
+    }
+    intra_block_forward<P>(
+        part, Rows<P>(mixed), lse.contiguous().template const_data_ptr<Number<P>>(), addition ? &*addition : nullptr,
+        sinks_of<P>({out})[0], weights.data_ptr<Number<P>>());
+    return std::make_tuple(out, weights, partial);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensors, Tensor, Tensor> intra_block_backward(
+    const Tensor& grad, const Tensor& out, at::TensorList near, const Tensor& near_weights, const Tensor& query,
+    const OptionalTensor& weight, double eps, double scale, at::ScalarType mixed_dtype) {
+  const bool half = mixed_dtype == at::kBFloat16 || grad.scalar_type() == at::kBFloat16 ||
+      out.scalar_type() == at::kBFloat16 || any_of_type(near, at::kBFloat16);
+  return dispatch(near_weights.scalar_type() == at::kDouble, half, [&](auto policy) {
+    using P = decltype(policy);
+    const auto part = make_intra_block<P>(near, grad, query, weight, std::nullopt, eps, scale, 0);
+    const Tensor grad_lse = working<P>(grad, without_last(grad.sizes())), weights = near_weights.contiguous();
+    Tensors results{at::empty(grad.sizes(), grad.options().dtype(mixed_dtype))};
+    for (const Tensor& source : near) results.push_back(at::empty(source.sizes(), source.options()));
+    auto sinks = sinks_of<P>(results);
+    TokenSum<Number<P>> sums(part.tokens, padded<Number<P>>(part.dim));
+    intra_block_gradient<P>(
+        part, Rows<P>(grad), Rows<P>(out), weights.template const_data_ptr<Number<P>>(),
+        {sinks[0], grad_lse.data_ptr<Number<P>>(), {sinks.begin() + 1, sinks.end()}}, sums);
+    auto [query_grad, weight_grad] = unfold<P>(sums.total(), query, weight);
+    return std::make_tuple(
+        results[0], grad_lse, Tensors(results.begin() + 1, results.end()), query_grad, weight_grad);
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(attnres, CPU, library) {
+  library.impl("depth_attention", depth_attention);
+  library.impl("depth_attention_backward", depth_attention_backward);
+  library.impl("inter_block", inter_block);
+  library.impl("inter_block_backward", inter_block_backward);
+  library.impl("intra_block", intra_block);
+  library.impl("intra_block_backward", intra_block_backward);
+}
+
+}  // namespace attnres

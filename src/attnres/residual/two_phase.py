@@ -1,0 +1,96 @@
+"""Reads in two phases within a state: when phase 1 runs, and how a read is finished from it.
+
+``"auto"`` decides by two measured break-evens (docs/performance.md). In training it defers: forward, each read goes
+over its sources by itself, which is nearly as fast and keeps nothing of their size; backward, the finished sources are
+gone over once per block. In evaluation phase 1 is computed ahead, where there are enough finished sources to save more
+than its results cost to write and read again.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attnres.ops import inter_block, intra_block, partial_softmax
+from attnres.ops.backends import resolve
+from attnres.ops.precision import result_dtype
+from attnres.ops.reference import finish
+from attnres.ops.two_phase import NearSettings, carrier, read_near
+from attnres.ops.two_phase import look_ahead as run_phase_1
+from attnres.residual.state import Ahead, History
+
+Phases = Literal["auto", "one", "two"]
+
+MIN_FAR_IN_TRAINING = 2
+"""Finished sources from which ``"auto"`` runs the backward pass of a block's reads together."""
+MIN_FAR_IN_EVALUATION = 4
+"""Finished sources from which ``"auto"`` computes phase 1 ahead."""
+
+
+def look_ahead(
+    state: History,
+    vectors: Sequence[tuple[Tensor, Tensor]],
+    *,
+    phases: Phases,
+    eps: float,
+    dtype: torch.dtype | None,
+    training: bool,
+) -> History:
+    """The state with phase 1 of the next reads, if that is worth it.
+
+    Args:
+        state: At the start of a block.
+        vectors: Pseudo-query and key weight of each of the block's reads.
+        phases: As of the strategy; not ``"one"``.
+        eps: Of the key norm.
+        dtype: Of the reads, where it is declared.
+        training: Whether the model is in training mode.
+    """
+    sources, before = state.finished, () if state.ahead is None else state.ahead.carriers
+    fused = resolve("auto", sources) != "reference"
+    if phases == "auto" and not _pays(len(sources), len(vectors), fused, training):
+        return History(sources, state.partial, None)
+    queries = torch.stack([query for query, _ in vectors])
+    weights = torch.stack([weight for _, weight in vectors])
+    if not fused or not (training or torch.is_grad_enabled()):
+        part = inter_block(sources, queries, weights, eps=eps)
+        reads = tuple(type(part)(mixed, lse) for mixed, lse in zip(part.mixed.unbind(), part.lse.unbind(), strict=True))
+        return History(sources, state.partial, Ahead(reads, (), len(sources), deferred=False))
+    deferred = phases == "auto" and training
+    carriers = (*before, *(carrier(source) for source in sources[len(before) :]))
+    reads, carriers = run_phase_1(
+        sources, carriers, queries, weights, eps=eps, dtype=result_dtype(sources, dtype), deferred=deferred
+    )
+    return History(sources, state.partial, Ahead(reads, carriers, len(sources), deferred))
+
+
+def read_ahead(
+    state: History,
+    ahead: Ahead,
+    pseudo_query: Tensor,
+    key_weight: Tensor,
+    *,
+    eps: float,
+    out_scale: float,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """Finish the next read: merge its phase-1 result with the sources since (phase 2)."""
+    part, near = ahead.reads[0], state.sources[ahead.far :]
+    out_dtype = result_dtype(state.sources, dtype)
+    if ahead.carriers:
+        far = state.sources[: ahead.far] if ahead.deferred else ()
+        return read_near(part, far, near, pseudo_query, key_weight, NearSettings(eps, out_scale, out_dtype))
+    if len(near) <= 1:
+        partial = near[0] if near else None
+        read = intra_block(part, partial, pseudo_query, key_weight, eps=eps, out_scale=out_scale, dtype=out_dtype)
+        assert isinstance(read, Tensor)
+        return read
+    merged = part.merge(partial_softmax(near, pseudo_query, key_weight, eps=eps))
+    return finish(merged.mixed, None, out_scale, eps, out_dtype)
+
+
+def _pays(sources: int, reads: int, fused: bool, training: bool) -> bool:
+    if not fused or reads < 2:
+        return False
+    return sources >= (MIN_FAR_IN_TRAINING if training else MIN_FAR_IN_EVALUATION)
