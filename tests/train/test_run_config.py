@@ -32,6 +32,7 @@ def test_the_strategy_is_told_apart_by_class_name() -> None:
     assert RunConfig(residual=BlockAttnRes(num_blocks=2)).to_dict()["residual"] == {
         "type": "BlockAttnRes",
         "read_scale": None,
+        "phases": "auto",
         "sublayers_per_block": None,
         "num_blocks": 2,
         "remainder": "tail",

@@ -1,177 +1,196 @@
-"""How fast one read is: forward, and forward with backward, as multiples of the bytes that have to move.
+"""How fast one read is: forward, forward with backward, and the latency of a read of a single token.
 
-Every form is first held against the float64 reference. The floor is the time to move the bytes that any implementation
-must move, at the copy bandwidth measured in the same run. Forms are timed interleaved (A B B A), so that a drift of the
-machine meets all of them.
+Every form is first held against the float64 reference; a wrong one is reported and not timed. All forms of a shape are
+timed interleaved, together with a copy, from whose bandwidth the floor follows (`attnres.bench.floor`). Gradients are
+returned and not added into ``.grad``, since adding would cost every form further passes. The time of a form includes
+the allocation of its results, and of whatever it makes in between; the copy allocates nothing. See
+`attnres.bench.allocator` for why page faults are kept out of it.
+
+On a GPU the times are those of the kernels (`attnres.bench.timing.kernel_clock`), but for the latency, which is as
+Python sees it on every device.
 """
 
-import csv
-import importlib.util
-import platform
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from attnres.bench.floor import CopyArm, bytes_moved
+from attnres.bench.forms import Form, Problem, ours, stacked
+from attnres.bench.gate import exact, judge
+from attnres.bench.inputs import Inputs, Shape
+from attnres.bench.peers import eager_peers, fused_peers
+from attnres.bench.progress import say
+from attnres.bench.results import significant
+from attnres.bench.timing import Spread, Times, interleaved, kernel_clock, spread, taken, wall_clock
 from attnres.errors import ConfigError
-from attnres.ops import depth_attention
 
-EPS = 1e-6
-Read = Callable[[Sequence[Tensor], Tensor, Tensor], Tensor]
+SHAPES = ("9x4096x1024", "17x4096x1024", "9x2048x512")
+TOKEN_READ = Shape(sources=9, tokens=1, dim=1024)
+LATENCY = "one token"
+_COPY = "copy"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class OpRow:
     """One form, one direction, one shape."""
 
-    date: str
     form: str
     direction: str
-    """``"forward"`` or ``"forward+backward"``."""
+    """``"forward"``, ``"forward+backward"`` or ``"one token"`` (forward, as Python sees it)."""
     sources: int
     tokens: int
     dim: int
     dtype: str
-    median_ms: float
-    """Median over the repetitions, milliseconds."""
-    spread_ms: float
-    """Half the distance between the quartiles, milliseconds."""
-    floor_multiple: float
-    """Median over the time to move the bytes that must move."""
-    copy_gb_per_s: float
-    """Copy bandwidth of this run: bytes read plus bytes written per second, in 1e9."""
-    threads: int
-    torch: str
-    machine: str
+    median_ms: float | None = None
+    low_ms: float | None = None
+    """First quartile."""
+    high_ms: float | None = None
+    """Third quartile."""
+    rounds: int | None = None
+    floor_ms: float | None = None
+    """Time to move the bytes that must move, at the copy bandwidth."""
+    floor_multiple: float | None = None
+    """Median over floor."""
+    gb_per_s: float | None = None
+    """Bytes that must move over the median, in 1e9 per second."""
+    copy_gb_per_s: float | None = None
+    """Best copy of this shape and dtype: bytes read plus bytes written, in 1e9 per second."""
+    note: str = ""
+    """Why a form was not timed."""
 
 
-def stacked(sources: Sequence[Tensor], query: Tensor, weight: Tensor) -> Tensor:
-    """The form of most public code: stack, norm, einsum, softmax, einsum."""
-    values = torch.stack(tuple(sources))
-    keys = torch.nn.functional.rms_norm(values.float(), values.shape[-1:], weight.float(), EPS)
-    depth_weights = torch.einsum("std,d->st", keys, query.float()).softmax(0)
-    return torch.einsum("st,std->td", depth_weights, values.float()).to(values.dtype)
+@dataclass(frozen=True, kw_only=True)
+class OpBench:
+    """Settings of `measure`."""
+
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+    compiled: bool = True
+    """Whether forms in plain PyTorch are timed under ``torch.compile`` too."""
+    rounds: int = 21
+    budget_s: float = 5.0
+    """Seconds per form and direction, after which a slow form sits out; it gets three rounds at least."""
+    token_reads: int = 2000
+    """Reads of a single token per form; 0 for none."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ConfigError(f"rounds is {self.rounds}; allowed: 1 or more")
+        if not self.budget_s > 0:
+            raise ConfigError(f"budget_s is {self.budget_s}; allowed: more than 0")
+        if self.token_reads < 0:
+            raise ConfigError(f"token_reads is {self.token_reads}; allowed: 0 or more")
 
 
-def reference(sources: Sequence[Tensor], query: Tensor, weight: Tensor) -> Tensor:
-    """`attnres.ops.depth_attention`."""
-    return depth_attention(sources, query, weight, eps=EPS)
+def measure(bench: OpBench) -> Iterator[OpRow]:
+    """Time every form at every shape and dtype, after checking each; then the reads of a single token."""
+    for shape in bench.shapes:
+        for dtype in bench.dtypes:
+            yield from _measure_shape(bench, shape, dtype)
+    for dtype in bench.dtypes if bench.token_reads else ():
+        yield from _measure_token(bench, dtype)
 
 
-def forms() -> dict[str, Read]:
-    """What is compared; fla-core's naive form where that package is installed."""
-    found: dict[str, Read] = {"attnres reference": reference, "stacked": stacked}
-    spec = importlib.util.find_spec("fla")
-    if spec is not None and spec.submodule_search_locations:
-        path = Path(next(iter(spec.submodule_search_locations))) / "ops" / "attnres" / "naive.py"
-        module_spec = importlib.util.spec_from_file_location("attnres_bench_fla_naive", path)
-        if module_spec is not None and module_spec.loader is not None:
-            module = importlib.util.module_from_spec(module_spec)
-            module_spec.loader.exec_module(module)
-            found["fla-core naive"] = lambda sources, query, weight: module.naive_attnres(
-                query, sources, weight, rms_eps=EPS
-            )
-    return found
+def forms(device: torch.device, dtype: torch.dtype, *, compiled: bool) -> list[Form]:
+    """What is compared on a device."""
+    *kernels, reference = ours(device, dtype)
+    eager = [reference, stacked(), *eager_peers()]
+    again = [form.compiled() for form in eager] if compiled else []
+    return [*kernels, *eager, *again, *(fused_peers() if device.type == "cuda" else [])]
 
 
-def measure(
-    *, sources: int, tokens: int, dim: int, dtype: torch.dtype = torch.float32, repetitions: int = 7
-) -> Iterator[Measurement]:
-    """Time every form at one shape, after checking each.
-
-    Raises:
-        ConfigError: A size is below 1.
-    """
-    sizes = {"sources": sources, "tokens": tokens, "dim": dim, "repetitions": repetitions}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; allowed: 1 or more")
-    values = [torch.randn(tokens, dim).to(dtype).requires_grad_() for _ in range(sources)]
-    query, weight = torch.randn(dim).div(dim**0.5).requires_grad_(), torch.ones(dim).requires_grad_()
-    found = {name: read for name, read in forms().items() if _is_right(name, read, values, query, weight)}
-    bandwidth = copy_bandwidth(tokens * dim * sources, dtype)
-    element = values[0].element_size() * tokens * dim
-    for direction, passes in (("forward", sources + 1), ("forward+backward", 3 * sources + 2)):
-        times = _interleaved(found, values, query, weight, direction, repetitions)
-        for name, seconds in times.items():
-            median = statistics.median(seconds)
-            quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [median] * 3
-            yield Measurement(
-                date=datetime.now(UTC).strftime("%Y-%m-%d"),
-                form=name,
-                direction=direction,
-                sources=sources,
-                tokens=tokens,
-                dim=dim,
-                dtype=str(dtype).removeprefix("torch."),
-                median_ms=round(1e3 * median, 4),
-                spread_ms=round(1e3 * (quartiles[2] - quartiles[0]) / 2, 4),
-                floor_multiple=round(median * bandwidth / (passes * element), 2),
-                copy_gb_per_s=round(bandwidth / 1e9, 2),
-                threads=torch.get_num_threads(),
-                torch=torch.__version__,
-                machine=platform.processor() or platform.machine(),
-            )
+def _measure_shape(bench: OpBench, shape: Shape, dtype: torch.dtype) -> Iterator[OpRow]:
+    inputs = Inputs(shape, dtype, bench.device)
+    problems, refused = _pass_gate(forms(bench.device, dtype, compiled=bench.compiled), inputs)
+    yield from refused
+    copy = CopyArm(shape.sources * shape.tokens * shape.dim, dtype, bench.device)
+    copy()
+    times = {}
+    for direction in ("forward", "forward+backward"):
+        say(f"op {shape} {_name(dtype)}: {direction}")
+        times[direction] = _time(bench, problems, copy, direction)
+    bandwidth = copy.bandwidth(min(min(taken(each, _COPY)) for each in times.values()))
+    for direction, each in times.items():
+        for name in problems:
+            yield _row(name, direction, inputs, spread(taken(each, name)), bandwidth)
 
 
-def copy_bandwidth(elements: int, dtype: torch.dtype, repetitions: int = 7) -> float:
-    """Bytes read plus bytes written per second by ``copy_``, best of several."""
-    source, target = torch.ones(elements, dtype=dtype), torch.zeros(elements, dtype=dtype)
-    seconds = [_seconds(lambda: target.copy_(source)) for _ in range(repetitions)]
-    return 2 * source.numel() * source.element_size() / min(seconds)
-
-
-def append(measurements: Sequence[Measurement], path: Path) -> None:
-    """Add rows to a CSV file, with a header where it is new."""
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Measurement)])
-        if new:
-            writer.writeheader()
-        writer.writerows(asdict(row) for row in measurements)
-
-
-def _is_right(name: str, read: Read, values: list[Tensor], query: Tensor, weight: Tensor) -> bool:
-    """Whether a form has the value of the float64 reference; a wrong one is reported and not timed."""
-    with torch.no_grad():
-        exact = depth_attention([value.double() for value in values], query.double(), weight.double(), eps=EPS)
-        error = (read(values, query, weight).double() - exact).abs().max().item()
-    allowed = 4 * torch.finfo(values[0].dtype).eps * exact.abs().max().item()
-    if error > allowed:
-        print(f"{name}: wrong by {error:.3g} (allowed {allowed:.3g}); not timed")
-    return error <= allowed
-
-
-def _interleaved(
-    found: dict[str, Read], values: list[Tensor], query: Tensor, weight: Tensor, direction: str, repetitions: int
-) -> dict[str, list[float]]:
-    grad = torch.randn_like(values[0])
-    leaves = [*values, query, weight]
-
-    def once(read: Read) -> None:
-        if direction == "forward":
-            with torch.no_grad():
-                read(values, query, weight)
+def _pass_gate(candidates: Sequence[Form], inputs: Inputs) -> tuple[dict[str, Problem], list[OpRow]]:
+    """The forms that are right, warmed up by the check, and a row on each of the others."""
+    torch.compiler.reset()  # code made for other shapes would count as a reason to make these dynamic
+    truth, problems, refused = exact(inputs), {}, []
+    for form in candidates:
+        say(f"op {inputs.shape} {_name(inputs.dtype)}: checking {form.name}")
+        problem = form.problem(inputs)
+        try:
+            verdict = judge(problem, inputs, truth)
+            note = "" if verdict.is_right else str(verdict)
+        except Exception as error:
+            if form.is_ours:
+                raise  # somebody else's kernel may fail in any way, and is named with the reason; ours may not
+            note = f"fails: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        if note:
+            say(f"  {form.name}: {note}; not timed")
+            refused.append(OpRow(form=form.name, direction="gate", note=note, **_problem_columns(inputs)))
         else:
-            torch.autograd.grad(read(values, query, weight), leaves, grad)
-
-    names = list(found)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for name in names:
-        once(found[name])  # warm up
-    for repetition in range(repetitions):
-        for name in names if repetition % 2 == 0 else reversed(names):
-            times[name].append(_seconds(lambda name=name: once(found[name])))
-    return times
+            problems[form.name] = problem
+    return problems, refused
 
 
-def _seconds(function: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
+def _time(bench: OpBench, problems: dict[str, Problem], copy: CopyArm, direction: str) -> Times:
+    runs = {
+        name: problem.forward if direction == "forward" else problem.forward_backward
+        for name, problem in problems.items()
+    }
+    clock = kernel_clock(bench.device)
+    return interleaved({_COPY: copy, **runs}, clock, rounds=bench.rounds, budget_s=bench.budget_s)
+
+
+def _measure_token(bench: OpBench, dtype: torch.dtype) -> Iterator[OpRow]:
+    """Median over many single reads, one form after the other in turns of a twentieth."""
+    inputs = Inputs(TOKEN_READ, dtype, bench.device)
+    say(f"op {TOKEN_READ} {_name(dtype)}: latency of one token")
+    problems, refused = _pass_gate(forms(bench.device, dtype, compiled=bench.compiled), inputs)
+    yield from refused
+    clock = wall_clock(bench.device)
+    turn = max(bench.token_reads // 20, 1)
+    seconds: dict[str, list[float]] = {name: [] for name in problems}
+    for index in range(-(-bench.token_reads // turn)):
+        for name in problems if index % 2 == 0 else reversed(list(problems)):
+            seconds[name] += [clock(problems[name].forward) for _ in range(turn)]
+    for name, values in seconds.items():
+        yield _row(name, LATENCY, inputs, spread(values), None)
+
+
+def _row(name: str, direction: str, inputs: Inputs, times: Spread, bandwidth: float | None) -> OpRow:
+    shape = inputs.shape
+    numbers: dict[str, Any] = {}
+    if bandwidth is not None:
+        moved = bytes_moved(shape.sources, shape.tokens, shape.dim, inputs.dtype, direction)
+        numbers = {
+            "floor_ms": significant(1e3 * moved / bandwidth),
+            "floor_multiple": significant(times.median * bandwidth / moved, 4),
+            "gb_per_s": significant(moved / times.median / 1e9, 4),
+            "copy_gb_per_s": significant(bandwidth / 1e9, 4),
+        }
+    return OpRow(
+        form=name,
+        direction=direction,
+        median_ms=significant(1e3 * times.median),
+        low_ms=significant(1e3 * times.low),
+        high_ms=significant(1e3 * times.high),
+        rounds=times.count,
+        **_problem_columns(inputs),
+        **numbers,
+    )
+
+
+def _problem_columns(inputs: Inputs) -> dict[str, Any]:
+    return {**vars(inputs.shape), "dtype": _name(inputs.dtype)}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
