@@ -20,6 +20,7 @@ Backend = Literal["auto", "reference", "cpu", "triton"]
 
 _default: Backend = "auto"
 _said: set[str] = set()
+_cpu_in_use = False
 
 _CPU_DTYPES = frozenset({torch.float32, torch.bfloat16})
 _TRITON_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -45,6 +46,24 @@ def resolve(backend: Backend, sources: Sequence[Tensor]) -> Backend:
     if refusal is not None:
         raise BackendUnavailableError(f"backend {backend!r} is not available: {refusal}")
     return backend
+
+
+def in_reach(backend: Backend, sources: Sequence[Tensor]) -> bool:
+    """Whether the CPU kernel can be called without further questions, as for the short reads of decoding.
+
+    Then the kernel checks its arguments itself. It is for inference, and for sources that are worth a kernel at all.
+    """
+    return (
+        backend == "auto"
+        and _default == "auto"
+        and _cpu_in_use
+        and not torch.is_grad_enabled()
+        and len(sources) > 1
+        and sources[0].is_cpu
+        and sources[0].dtype in _CPU_DTYPES
+        and not torch.compiler.is_compiling()
+        and not _transformed()
+    )
 
 
 @contextmanager
@@ -93,17 +112,15 @@ def _refusal(backend: Backend, sources: Sequence[Tensor]) -> str | None:
 
 def _transformed() -> bool:
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+    return functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
-@torch.compiler.assume_constant_result
 def _cpu_problem() -> str | None:
     from attnres.ops import cpu
 
     return cpu.problem()
 
 
-@torch.compiler.assume_constant_result
 def _triton_problem() -> str | None:
     from attnres.ops import triton
 
@@ -111,6 +128,12 @@ def _triton_problem() -> str | None:
     if reason is None:
         triton.register()
     return reason
+
+
+# Looked up when a graph is traced, not traced: what torch.compiler.assume_constant_result sets, which would import
+# Dynamo along with attnres.
+for _lookup in (_cpu_problem, _triton_problem):
+    vars(_lookup)["_dynamo_marked_constant"] = True
 
 
 def _say_once(name: Backend | None, refusal: str | None) -> None:
@@ -121,6 +144,8 @@ def _say_once(name: Backend | None, refusal: str | None) -> None:
         return
     _said.add(text)
     if refusal is None:
+        global _cpu_in_use
+        _cpu_in_use = _cpu_in_use or name == "cpu"
         logger.info("depth attention uses the %s kernel", name)
     else:
         logger.info("depth attention uses the reference, not the %s kernel: %s", name, refusal)

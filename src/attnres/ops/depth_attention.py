@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnres.errors import ShapeError
 from attnres.ops import reference
-from attnres.ops.backends import Backend, resolve
+from attnres.ops.backends import Backend, in_reach, resolve
 from attnres.ops.library import call
 from attnres.ops.precision import check_sources, result_dtype
 
@@ -105,6 +105,11 @@ def depth_attention(
         >>> depth_attention([embedding, output], torch.zeros(2))
         tensor([[1., 2.]])
     """
+    if out_norm_weight is None and not (return_weights or return_lse) and in_reach(backend, sources):
+        try:
+            return torch.ops.attnres.read.default(sources, pseudo_query, key_weight, eps, out_scale, dtype)
+        except RuntimeError:  # something does not fit; below it is said what, or done by the reference
+            pass
     check_sources(sources, pseudo_query, key_weight)
     if pseudo_query.dim() != 1:
         raise ShapeError(f"pseudo_query has shape {tuple(pseudo_query.shape)}; a read takes one vector [dim]")

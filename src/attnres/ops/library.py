@@ -21,6 +21,10 @@ NAMESPACE = "attnres"
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 _library.define(
+    "read(Tensor[] sources, Tensor pseudo_query, Tensor? key_weight, float eps, float out_scale, ScalarType? dtype) "
+    "-> Tensor"
+)
+_library.define(
     "depth_attention(Tensor[] sources, Tensor pseudo_query, Tensor? key_weight, Tensor? out_norm_weight, float eps, "
     "float out_scale, float out_norm_eps, ScalarType dtype) -> (Tensor mixed, Tensor depth_weights, Tensor lse)"
 )
@@ -57,6 +61,17 @@ def _absent(like: Tensor) -> Tensor:
 
 def _like(tensor: Tensor | None, reference: Tensor) -> Tensor:
     return _absent(reference) if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _fake_read(
+    sources: Sequence[Tensor],
+    pseudo_query: Tensor,
+    key_weight: Tensor | None,
+    eps: float,
+    out_scale: float,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    return sources[0].new_empty(sources[0].shape, dtype=sources[0].dtype if dtype is None else dtype)
 
 
 def _fake_depth_attention(
@@ -134,7 +149,7 @@ def _fake_intra_block(
     out_norm_eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights = mixed.new_empty((*mixed.shape[:-1], len(near)))
+    weights = lse.new_empty((*mixed.shape[:-1], len(near)))
     partial = _absent(mixed) if update is None else near[-1].new_empty(near[-1].shape)
     return mixed.new_empty(mixed.shape, dtype=dtype), weights, partial
 
@@ -257,6 +272,7 @@ def _given(tensor: Tensor | None, grad: Tensor) -> Tensor | None:
 
 
 for _name, _fake in (
+    ("read", _fake_read),
     ("depth_attention", _fake_depth_attention),
     ("depth_attention_backward", _fake_depth_attention_backward),
     ("inter_block", _fake_inter_block),

@@ -24,8 +24,8 @@ Phases = Literal["auto", "one", "two"]
 
 MIN_FAR_IN_TRAINING = 2
 """Finished sources from which ``"auto"`` runs the backward pass of a block's reads together."""
-MIN_FAR_IN_EVALUATION = 4
-"""Finished sources from which ``"auto"`` computes phase 1 ahead."""
+MIN_FAR_IN_EVALUATION, MIN_READS_IN_EVALUATION, MIN_TOKENS_IN_EVALUATION = 5, 8, 64
+"""Finished sources, reads in the block, and tokens from which ``"auto"`` computes phase 1 ahead."""
 
 
 def look_ahead(
@@ -49,7 +49,7 @@ def look_ahead(
     """
     sources, before = state.finished, () if state.ahead is None else state.ahead.carriers
     fused = resolve("auto", sources) != "reference"
-    if phases == "auto" and not _pays(len(sources), len(vectors), fused, training):
+    if phases == "auto" and not (fused and _pays(sources, len(vectors), training)):
         return History(sources, state.partial, None)
     queries = torch.stack([query for query, _ in vectors])
     weights = torch.stack([weight for _, weight in vectors])
@@ -90,7 +90,9 @@ def read_ahead(
     return finish(merged.mixed, None, out_scale, eps, out_dtype)
 
 
-def _pays(sources: int, reads: int, fused: bool, training: bool) -> bool:
-    if not fused or reads < 2:
-        return False
-    return sources >= (MIN_FAR_IN_TRAINING if training else MIN_FAR_IN_EVALUATION)
+def _pays(sources: Sequence[Tensor], reads: int, training: bool) -> bool:
+    if training:
+        return reads > 1 and len(sources) >= MIN_FAR_IN_TRAINING
+    tokens = sources[0].shape[:-1].numel()
+    enough = tokens >= MIN_TOKENS_IN_EVALUATION and reads >= MIN_READS_IN_EVALUATION
+    return enough and len(sources) >= MIN_FAR_IN_EVALUATION

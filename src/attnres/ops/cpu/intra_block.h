@@ -8,7 +8,7 @@ namespace attnres {
 template <class P>
 struct IntraBlock {
   std::vector<Rows<P>> near;
-  std::vector<Number<P>> query, norm_weight;
+  Lines<Number<P>> query, norm_weight;
   int64_t tokens, dim;
   Number<P> eps, scale, norm_eps;
   int64_t count() const { return near.size(); }
@@ -60,7 +60,7 @@ void intra_block_forward(
     Number<P>* weights) {
   const int64_t count = part.count(), dim = part.dim;
   for_tokens(part.tokens, (count + 2) * dim, [&](int64_t begin, int64_t end) {
-    std::vector<Number<P>> line(part.norm_weight.size());
+    Lines<Number<P>> line(part.norm_weight.size());
     for (int64_t t = begin; t < end; ++t) {
       if (update) update_partial(*update, t, dim);
       Number<P>* near = weights + t * count;
@@ -130,7 +130,7 @@ void intra_block_gradient(
   const int64_t count = part.count(), dim = part.dim;
   query_grad.run([&](int64_t begin, int64_t end, Number<P>* sum) {
     std::vector<ScoreGrad<Number<P>>> factors(count);
-    std::vector<Number<P>> line(padded<Number<P>>(dim));
+    Lines<Number<P>> line(padded<Number<P>>(dim));
     for (int64_t t = begin; t < end; ++t) {
       const Number<P>* weight = weights + t * count;
       const Number<P> mean = load_product(grad, out, t, std::min(t + 1, part.tokens - 1), dim, line.data());

@@ -89,6 +89,32 @@ std::tuple<Tensor, Tensor, Tensor> depth_attention(
   });
 }
 
+// The mix alone, for inference: fewer results to make and fewer arguments to pass, which is what counts at one token.
+Tensor read(
+    at::TensorList sources, const Tensor& query, const OptionalTensor& weight, double eps, double scale,
+    std::optional<at::ScalarType> dtype) {
+  const Tensor& first = sources[0];
+  for (const Tensor& source : sources) {
+    TORCH_CHECK(source.sizes() == first.sizes(), "attnres: the sources differ in shape");
+    TORCH_CHECK(dtype || source.scalar_type() == first.scalar_type(), "attnres: the sources differ in dtype");
+    TORCH_CHECK(source.device().is_cpu(), "attnres: a source is not on the CPU");
+  }
+  TORCH_CHECK(
+      query.dim() == 1 && first.dim() > 0 && query.size(0) == first.size(-1) && (!weight || weight->sizes() == query.sizes()),
+      "attnres: query or key weight does not fit");
+  const at::ScalarType type = dtype.value_or(first.scalar_type());
+  const bool half = type == at::kBFloat16 || any_of_type(sources, at::kBFloat16);
+  return dispatch(false, half, [&](auto policy) {
+    using P = decltype(policy);
+    const Tensor mixed = at::empty(first.sizes(), first.options().dtype(type));
+    std::vector<Number<P>> weights(count_tokens(first) * (sources.size() + 1));
+    read_forward<P>(
+        make_read<P>(sources, query, weight, std::nullopt, eps, scale, eps), sinks_of<P>({mixed})[0], weights.data(),
+        weights.data() + count_tokens(first) * sources.size());
+    return mixed;
+  });
+}
+
 std::tuple<Tensors, Tensor, Tensor, Tensor> depth_attention_backward(
     const OptionalTensor& grad_mixed, const OptionalTensor& grad_weights, const OptionalTensor& grad_lse,
     at::TensorList sources, const Tensor& query, const OptionalTensor& weight, const OptionalTensor& norm, double eps,
@@ -162,7 +188,7 @@ std::tuple<Tensors, Tensor, Tensor> inter_block_backward(
     }
     for (const OptionalTensor& sum : carried) grads.carried.push_back(optional_rows<P>(sum));
     for (const Tensor& source : sources) results.push_back(working<P>(source, source.sizes()));
-    TokenSum<Number<P>> sums(block.tokens, block.reads * block.width());
+    TokenSum<Number<P>> sums(block.tokens, block.reads * block.step());
     inter_block_gradient<P>(block, grads, sinks_of<P>(results), sums);
     auto [query_grad, weight_grad] = unfold<P>(sums.total(), queries, weights);
     return std::make_tuple(results, query_grad, weight_grad);
@@ -232,6 +258,7 @@ std::tuple<Tensor, Tensor, Tensors, Tensor, Tensor> intra_block_backward(
 }  // namespace
 
 TORCH_LIBRARY_IMPL(attnres, CPU, library) {
+  library.impl("read", read);
   library.impl("depth_attention", depth_attention);
   library.impl("depth_attention_backward", depth_attention_backward);
   library.impl("inter_block", inter_block);

@@ -8,7 +8,7 @@ namespace attnres {
 template <class P>
 struct Read {
   std::vector<Rows<P>> sources;
-  std::vector<Number<P>> query, norm_weight;
+  Lines<Number<P>> query, norm_weight;
   int64_t tokens, dim;
   Number<P> eps, scale, norm_eps;
   int64_t count() const { return sources.size(); }
@@ -21,11 +21,11 @@ struct ReadScratch {
   std::vector<Row<P>> rows;
   std::vector<Number<P>> inverse, score, weight, product;  // [sources]
   std::vector<ScoreGrad<Number<P>>> factors;               // [sources]
-  std::vector<Number<P>> grad, mixed;                      // lines
+  Lines<Number<P>> grad, mixed;
   ReadScratch(const Read<P>& read, bool backward)
       : rows(read.count()), inverse(read.count()), score(read.count()), weight(backward ? read.count() : 0),
         product(weight.size()), factors(weight.size()), grad(backward ? read.width() : 0),
-        mixed(read.norm_weight.size()) {}
+        mixed(read.norm_weight.empty() ? 0 : read.width()) {}
 };
 
 // Scores of one token, and with a gradient its product with each source.

@@ -96,13 +96,13 @@ std::vector<Rows<P>> rows_of(at::TensorList tensors) {
 
 // The rows of a small tensor [..., dim] as lines of the kernel's own, one after another.
 template <class P>
-std::vector<Number<P>> lines(const Tensor& tensor) {
+Lines<Number<P>> lines(const Tensor& tensor) {
   const Tensor cast = tensor.to(kType<P>).contiguous();
-  const int64_t dim = cast.size(-1), width = padded<Number<P>>(dim), count = count_tokens(cast);
-  std::vector<Number<P>> result(count * width);
+  const int64_t dim = cast.size(-1), step = pitch<Number<P>>(dim), count = count_tokens(cast);
+  Lines<Number<P>> result(count * step);
   for (int64_t line = 0; line < count; ++line) {
     const Row<P> row{reinterpret_cast<const char*>(cast.template const_data_ptr<Number<P>>() + line * dim), false};
-    for_tiles<Number<P>>(dim, [&](int64_t d, auto e) { store(load(row, d, e), result.data() + line * width, d); });
+    for_tiles<Number<P>>(dim, [&](int64_t d, auto e) { store(load(row, d, e), result.data() + line * step, d); });
   }
   return result;
 }
@@ -111,20 +111,20 @@ std::vector<Number<P>> lines(const Tensor& tensor) {
 template <class P>
 Tensor tensor_of(const Number<P>* lines, const Tensor& like) {
   Tensor result = at::empty(like.sizes(), like.options().dtype(kType<P>));
-  const int64_t dim = like.size(-1), width = padded<Number<P>>(dim);
+  const int64_t dim = like.size(-1), step = pitch<Number<P>>(dim);
   for (int64_t line = 0; line < count_tokens(like); ++line) {
     const Sink<P> sink{reinterpret_cast<char*>(result.template data_ptr<Number<P>>() + line * dim), false, false};
-    for_tiles<Number<P>>(dim, [&](int64_t d, auto e) { store(load(lines + line * width, d), sink, d, e); });
+    for_tiles<Number<P>>(dim, [&](int64_t d, auto e) { store(load(lines + line * step, d), sink, d, e); });
   }
   return result;
 }
 
 // pseudo_query * key_weight
 template <class P>
-std::vector<Number<P>> fold(const Tensor& query, const OptionalTensor& weight) {
-  std::vector<Number<P>> folded = lines<P>(query);
+Lines<Number<P>> fold(const Tensor& query, const OptionalTensor& weight) {
+  Lines<Number<P>> folded = lines<P>(query);
   if (weight) {
-    const std::vector<Number<P>> scale = lines<P>(*weight);
+    const Lines<Number<P>> scale = lines<P>(*weight);
     for (size_t d = 0; d < folded.size(); ++d) folded[d] *= scale[d];
   }
   return folded;
@@ -174,7 +174,7 @@ class TokenSum {
 
  private:
   int64_t tokens_, width_, pieces_;
-  std::vector<A> sums_;
+  Lines<A> sums_;
 };
 
 }  // namespace attnres

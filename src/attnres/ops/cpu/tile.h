@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <vector>
 
 #ifdef __SSE2__
 #include <immintrin.h>
@@ -114,6 +116,28 @@ template <class A>
 constexpr int64_t padded(int64_t dim) {
   return (dim + Tile<A>::width - 1) / Tile<A>::width * Tile<A>::width;
 }
+// From one line to the next: an odd number of cache lines, so that the same tile of many lines does not fall on the same
+// few places of the nearest cache.
+template <class A>
+constexpr int64_t pitch(int64_t dim) {
+  return padded<A>(dim) + Tile<A>::lanes;
+}
+
+// Storage for lines, on cache lines.
+template <class T>
+struct Aligned {
+  using value_type = T;
+  Aligned() = default;
+  template <class U>
+  Aligned(const Aligned<U>&) {}
+  T* allocate(size_t count) {
+    return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(kVectorBytes)));
+  }
+  void deallocate(T* data, size_t) { ::operator delete(data, std::align_val_t(kVectorBytes)); }
+  bool operator==(const Aligned&) const { return true; }
+};
+template <class A>
+using Lines = std::vector<A, Aligned<A>>;
 
 // How many elements of a tile a row has: all of them, known to the compiler, or its rest.
 template <class A>
