@@ -30,6 +30,7 @@ bench: $(VENV)/.dev
 	$(BIN)/attnres bench phases --csv benchmarks/results/phases.csv --figure benchmarks/results/depth.svg
 	$(BIN)/attnres bench overhead --csv benchmarks/results/overhead.csv
 	$(BIN)/attnres bench memory --csv benchmarks/results/memory.csv
+	$(BIN)/attnres bench tables --page docs/performance.md
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict

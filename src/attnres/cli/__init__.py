@@ -20,7 +20,7 @@ COMMANDS = {
     "report": "HTML report and table of a run or a comparison",
     "schedule": "print which sources each site reads",
     "data": "prepare text for training",
-    "bench": "time one read against its memory floor",
+    "bench": "measure speed and memory: one read, all reads, whole models",
 }
 
 

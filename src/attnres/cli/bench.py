@@ -250,11 +250,32 @@ def _memory(small: bool) -> Callable[..., None]:
     return memory
 
 
+def _tables(small: bool) -> Callable[..., None]:
+    del small
+
+    def tables(*, results: Path = Path("benchmarks/results"), page: Path | None = None) -> None:
+        """Print the last results as Markdown tables, or put them into a page between its marks.
+
+        Args:
+            results: Folder with the result files.
+            page: Markdown page to update.
+        """
+        from attnres.bench import page as pages
+
+        if page is None:
+            print("\n\n".join(pages.tables(results).values()))
+        else:
+            pages.update(page, results)
+
+    return tables
+
+
 _BENCHMARKS: dict[str, tuple[Callable[[bool], Callable[..., None]], str]] = {
     "op": (_op, "one read: forward, backward, latency; ours and other people's"),
     "phases": (_phases, "all reads of a model together, in one phase and in two"),
     "overhead": (_overhead, "whole model: training step, prefill, decoding"),
     "memory": (_memory, "what a read keeps, and the peak of a training step"),
+    "tables": (_tables, "the last results as Markdown"),
 }
 
 
@@ -263,7 +284,7 @@ def _overview() -> str:
     lines = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in _BENCHMARKS.items())
     return (
         f"usage: attnres bench BENCHMARK [OPTIONS]\n\nbenchmarks:\n{lines}\n\n"
-        "All four with their defaults take about 25 minutes on two cores; --quick shows that they run.\n"
+        "The four measurements with their defaults take about 25 minutes on two cores; --quick shows that they run.\n"
         "See attnres bench BENCHMARK --help."
     )
 

@@ -7,6 +7,7 @@ stands in the same loop of the model's own forward, so masks, positions, caches 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -37,6 +38,8 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         index: Position of the layer; the first one starts the state from the embedding.
     """
 
+    _compiled: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
+
     def __init__(self, layer: nn.Module, family: Family, residual: Residual, index: int):
         super().__init__()
         for name, value in vars(layer).items():
@@ -58,11 +61,28 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         """Run both sublayers; takes and returns the state (the first layer takes the embedding)."""
         (residual,) = self._residual
         attention_site, mlp_site = self._sites
+        attend, transform = self._compiled or (self._attend, self._transform)
         state = residual.start(hidden_states) if self.is_first else hidden_states
         hidden = self.tap(residual.read(state, attention_site))
-        state = residual.write(state, attention_site, self._attend(hidden, arguments))
+        state = residual.write(state, attention_site, attend(hidden, arguments))
         hidden = residual.read(state, mlp_site)
-        return residual.write(state, mlp_site, self._transform(hidden))
+        return residual.write(state, mlp_site, transform(hidden))
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the two sublayers, each with its norm; the arguments are those of `torch.compile`.
+
+        Reads and writes stay outside, where their operators are fused already. A graph of the whole layer would be made
+        anew for every number of sources and every place in a block, and Dynamo gives up after eight; so layers of one
+        kind share two graphs, however deep the model. That is for calls with ``use_cache=False``, as in training: a
+        cache has the layer's number in the graph, in a plain model too. A copy or pickle of the layer is not compiled.
+        """
+        self._compiled = (
+            torch.compile(self._attend, *args, **kwargs),
+            torch.compile(self._transform, *args, **kwargs),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_compiled"}
 
     def _attend(self, hidden: Tensor, arguments: Arguments) -> Tensor:
         family = self.family

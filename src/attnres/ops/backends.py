@@ -26,8 +26,10 @@ _CPU_DTYPES = frozenset({torch.float32, torch.bfloat16})
 _TRITON_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
-def resolve(backend: Backend, sources: Sequence[Tensor]) -> Backend:
+def resolve(backend: Backend, sources: Sequence[Tensor], dtype: torch.dtype | None = None) -> Backend:
     """The implementation for these sources: the one asked for, or with ``"auto"`` the fastest that can do them.
+
+    ``dtype`` is that of the result, where it may be none of theirs.
 
     Raises:
         BackendUnavailableError: The one asked for cannot do them, with the reason.
@@ -37,12 +39,12 @@ def resolve(backend: Backend, sources: Sequence[Tensor]) -> Backend:
         backend = _default
     if backend == "auto":
         name = _kernel_for(sources)
-        refusal = None if name is None else _refusal(name, sources)
+        refusal = None if name is None else _refusal(name, sources, dtype)
         _say_once(name, refusal)
         return "reference" if name is None or refusal is not None else name
     if backend not in get_args(Backend):
         raise ConfigError(f"backend is {backend!r}; allowed: {', '.join(get_args(Backend))}")
-    refusal = _refusal(backend, sources)
+    refusal = _refusal(backend, sources, dtype)
     if refusal is not None:
         raise BackendUnavailableError(f"backend {backend!r} is not available: {refusal}")
     return backend
@@ -55,13 +57,13 @@ def in_reach(backend: Backend, sources: Sequence[Tensor]) -> bool:
     """
     return (
         backend == "auto"
+        and not torch.compiler.is_compiling()  # first, so that no graph depends on what follows
         and _default == "auto"
         and _cpu_in_use
         and not torch.is_grad_enabled()
         and len(sources) > 1
         and sources[0].is_cpu
         and sources[0].dtype in _CPU_DTYPES
-        and not torch.compiler.is_compiling()
         and not _transformed()
     )
 
@@ -93,7 +95,7 @@ def _kernel_for(sources: Sequence[Tensor]) -> Backend | None:
     return "cpu" if kind == "cpu" else "triton" if kind == "cuda" else None
 
 
-def _refusal(backend: Backend, sources: Sequence[Tensor]) -> str | None:
+def _refusal(backend: Backend, sources: Sequence[Tensor], dtype: torch.dtype | None) -> str | None:
     """Why a backend cannot do these sources; None when it can."""
     if backend == "reference":
         return None
@@ -103,10 +105,10 @@ def _refusal(backend: Backend, sources: Sequence[Tensor]) -> str | None:
     if kind != wanted:
         return f"the sources are on {kind}; it takes {wanted}"
     allowed = _CPU_DTYPES if backend == "cpu" else _TRITON_DTYPES
-    dtypes = {source.dtype for source in sources}
+    dtypes = {source.dtype for source in sources} | ({dtype} if dtype else set())
     if not dtypes <= allowed and dtypes != {torch.float64}:
         seen, names = (", ".join(sorted(str(dtype)[6:] for dtype in group)) for group in (dtypes, allowed))
-        return f"the sources have dtype {seen}; it takes {names}, or float64 alone"
+        return f"sources and result have dtype {seen}; it takes {names}, or float64 alone"
     return _cpu_problem() if backend == "cpu" else _triton_problem()
 
 

@@ -113,14 +113,14 @@ def depth_attention(
     check_sources(sources, pseudo_query, key_weight)
     if pseudo_query.dim() != 1:
         raise ShapeError(f"pseudo_query has shape {tuple(pseudo_query.shape)}; a read takes one vector [dim]")
-    if out_norm_weight is not None and out_norm_weight.shape != pseudo_query.shape:
-        raise ShapeError(
-            f"out_norm_weight has shape {tuple(out_norm_weight.shape)}; allowed: {tuple(pseudo_query.shape)}"
-        )
-    chosen = resolve(backend, sources)
+    for name, vector in (("key_weight", key_weight), ("out_norm_weight", out_norm_weight)):
+        if vector is not None and vector.shape != pseudo_query.shape:
+            raise ShapeError(f"{name} has shape {tuple(vector.shape)}; allowed: {tuple(pseudo_query.shape)}")
+    out_dtype = result_dtype(sources, dtype)
+    chosen = resolve(backend, sources, out_dtype)
     if len(sources) == 1 and not return_lse:  # nothing to compute: the source itself, not a copy of it
         chosen = "reference"
-    settings = (eps, out_scale, eps if out_norm_eps is None else out_norm_eps, result_dtype(sources, dtype))
+    settings = (eps, out_scale, eps if out_norm_eps is None else out_norm_eps, out_dtype)
     arguments = (sources, pseudo_query, key_weight, out_norm_weight, *settings)
     mixed, weights, lse = reference.read(*arguments) if chosen == "reference" else call("depth_attention", *arguments)
     if return_weights or return_lse:

@@ -247,6 +247,18 @@ def _differentiate_intra_block(
     return d_mixed, d_lse, d_near, d_update, d_query, _given(weight, d_weight), None, None, None, None, None
 
 
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _refuse(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    """In place of second derivatives, which torch would otherwise leave out with no more than a warning."""
+    raise RuntimeError(
+        "the kernels of attnres have first derivatives only; for second ones compute the read with "
+        'backend="reference", or inside attnres.ops.use_backend("reference")'
+    )
+
+
 def call(name: str, *arguments: Any) -> Any:
     """Call an operator, past autograd where no gradient is wanted: its bookkeeping costs more than a short read."""
     operator = getattr(torch.ops.attnres, name).default
@@ -294,3 +306,5 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     f"{NAMESPACE}::intra_block", _differentiate_intra_block, setup_context=_save_intra_block, lib=_library
 )
+for _name in ("depth_attention_backward", "inter_block_backward", "intra_block_backward"):
+    torch.library.register_autograd(f"{NAMESPACE}::{_name}", _refuse, setup_context=_save_nothing, lib=_library)

@@ -149,9 +149,10 @@ def intra_block(
         raise ShapeError(f"a read without partial sum does not have {lacks}")
     if near:
         check_sources(near if update is None else [*near, update], pseudo_query, key_weight)
+    _check_part(finished, near, pseudo_query, key_weight, out_norm_weight)
     out_dtype = result_dtype(near, dtype)
     norm_eps = eps if out_norm_eps is None else out_norm_eps
-    if resolve(backend, [*near, finished.lse]) != "reference":
+    if resolve(backend, [*near, finished.lse], out_dtype) != "reference":
         fused = None if out_norm_weight is None or torch.is_grad_enabled() else out_norm_weight
         settings = (eps, out_scale, norm_eps, out_dtype if out_norm_weight is fused else finished.lse.dtype)
         out, _, total = call("intra_block", *finished, near, update, pseudo_query, key_weight, fused, *settings)
@@ -165,6 +166,24 @@ def intra_block(
         merged = finished.merge(partial_softmax([partial], pseudo_query, key_weight, eps=eps, backend="reference"))
     out = reference.finish(merged.mixed, out_norm_weight, out_scale, norm_eps, out_dtype)
     return out if update is None or partial is None else (out, partial)
+
+
+def _check_part(
+    finished: PartialSoftmax,
+    near: Sequence[Tensor],
+    pseudo_query: Tensor,
+    key_weight: Tensor | None,
+    out_norm_weight: Tensor | None,
+) -> None:
+    shape = finished.mixed.shape
+    expected = {"lse": (finished.lse, shape[:-1]), "pseudo_query": (pseudo_query, shape[-1:])}
+    expected |= {"key_weight": (key_weight, shape[-1:]), "out_norm_weight": (out_norm_weight, shape[-1:])}
+    expected |= {"partial": (near[0], shape)} if near else {}
+    for name, (tensor, allowed) in expected.items():
+        if tensor is not None and tensor.shape != allowed:
+            raise ShapeError(
+                f"{name} has shape {tuple(tensor.shape)}; beside mixed {tuple(shape)} it is {tuple(allowed)}"
+            )
 
 
 def _block_scores(value: Tensor, queries: Tensor, eps: float) -> Tensor:

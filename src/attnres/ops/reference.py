@@ -96,5 +96,7 @@ class _OnlySource(torch.autograd.Function):
 
 def only_source(source: Tensor, pseudo_query: Tensor, key_weight: Tensor | None) -> Tensor:
     """The source itself, with zero gradients for query and key weight."""
+    if not torch.is_grad_enabled():
+        return source.view_as(source)
     vectors = (pseudo_query,) if key_weight is None else (pseudo_query, key_weight)
     return _OnlySource.apply(source, *vectors)

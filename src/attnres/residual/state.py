@@ -29,17 +29,24 @@ class Ahead:
     """Phase 1 of the running block: what its reads take from the sources that were finished when it began."""
 
     reads: tuple[PartialSoftmax, ...]
-    """Of the reads still to come, the next one first."""
+    """Of the reads still to come, in the order of their sites."""
     carriers: tuple[Tensor, ...]
     """One per far source: what its gradient travels on. None where no gradient is wanted."""
     far: int
     """How many of the finished sources phase 1 covers; the others, and the partial sum, are near."""
+    first: int
+    """Index of the site that the first of the reads belongs to."""
     deferred: bool
     """Whether phase 1 leaves the forward pass to each read, and only the backward pass runs once per block."""
 
-    def next(self) -> "Ahead":
-        """What is left after one more read."""
-        return Ahead(self.reads[1:], self.carriers, self.far, self.deferred)
+    def of(self, site: int) -> PartialSoftmax | None:
+        """Phase 1 of the read at a site; None where it is not among them."""
+        return self.reads[site - self.first] if self.first <= site < self.first + len(self.reads) else None
+
+    def after(self, site: int) -> "Ahead":
+        """What is left when a site has been written."""
+        done = min(max(site + 1 - self.first, 0), len(self.reads))
+        return Ahead(self.reads[done:], self.carriers, self.far, self.first + done, self.deferred)
 
 
 @final
@@ -66,11 +73,11 @@ for _state, _fields in ((RunningSum, ["hidden"]), (History, ["finished", "partia
     pytree.register_dataclass(_state, field_names=_fields)
 
 
-def _flatten_ahead(ahead: Ahead) -> tuple[list[Any], tuple[int, bool]]:
-    return [ahead.reads, ahead.carriers], (ahead.far, ahead.deferred)
+def _flatten_ahead(ahead: Ahead) -> tuple[list[Any], tuple[int, int, bool]]:
+    return [ahead.reads, ahead.carriers], (ahead.far, ahead.first, ahead.deferred)
 
 
-def _unflatten_ahead(children: Any, context: tuple[int, bool]) -> Ahead:
+def _unflatten_ahead(children: Any, context: tuple[int, int, bool]) -> Ahead:
     reads, carriers = children
     return Ahead(reads, carriers, *context)
 

@@ -25,7 +25,7 @@ ReadScale = Literal["mean", "sum"]
 class Site(nn.Module):
     """One place where the history is read: a sublayer's input, or the output. Without parameters of its own."""
 
-    index: int
+    index: int = -1
     """Place among the sites of a model, given by the `Residual` that holds it; the output read comes last."""
 
     def __init__(self, *, closes_block: bool = False):
@@ -188,11 +188,12 @@ class DepthAttentionStrategy(Strategy):
     def read(self, state: History, site: Site) -> Tensor:
         """Depth attention over the finished sources and the partial sum (paper, Eq. 2-4 and 6)."""
         assert isinstance(site, DepthSite)
-        if state.ahead is None or not state.ahead.reads:
+        part = None if state.ahead is None else state.ahead.of(site.index)
+        if part is None:
             return self._attend(state, site, return_weights=False)
         return read_ahead(
             state,
-            state.ahead,
+            part,
             site.pseudo_query,
             site.key_weight,
             eps=site.eps,
@@ -209,7 +210,7 @@ class DepthAttentionStrategy(Strategy):
         """Add the output to the partial sum, which becomes a finished source when the site closes a block (Eq. 5)."""
         assert isinstance(site, DepthSite)
         partial = output if state.partial is None else state.partial + output
-        ahead = None if state.ahead is None else state.ahead.next()
+        ahead = None if state.ahead is None else state.ahead.after(site.index)
         if not site.closes_block:
             return History(state.finished, partial, ahead)
         written = History((*state.finished, partial), None, ahead)
@@ -218,6 +219,7 @@ class DepthAttentionStrategy(Strategy):
         return look_ahead(
             written,
             [(upcoming.pseudo_query, upcoming.key_weight) for upcoming in site.upcoming],
+            first=site.upcoming[0].index,
             phases=self.phases,
             eps=site.eps,
             dtype=stream_dtype(written.finished[0]),

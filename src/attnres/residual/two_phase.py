@@ -6,13 +6,14 @@ gone over once per block. In evaluation phase 1 is computed ahead, where there a
 than its results cost to write and read again.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from attnres.ops import inter_block, intra_block, partial_softmax
+from attnres.ops import PartialSoftmax, inter_block, intra_block, partial_softmax
 from attnres.ops.backends import resolve
 from attnres.ops.precision import result_dtype
 from attnres.ops.reference import finish
@@ -32,6 +33,7 @@ def look_ahead(
     state: History,
     vectors: Sequence[tuple[Tensor, Tensor]],
     *,
+    first: int,
     phases: Phases,
     eps: float,
     dtype: torch.dtype | None,
@@ -42,6 +44,7 @@ def look_ahead(
     Args:
         state: At the start of a block.
         vectors: Pseudo-query and key weight of each of the block's reads.
+        first: Index of the site of the first of these reads.
         phases: As of the strategy; not ``"one"``.
         eps: Of the key norm.
         dtype: Of the reads, where it is declared.
@@ -56,18 +59,18 @@ def look_ahead(
     if not fused or not (training or torch.is_grad_enabled()):
         part = inter_block(sources, queries, weights, eps=eps)
         reads = tuple(type(part)(mixed, lse) for mixed, lse in zip(part.mixed.unbind(), part.lse.unbind(), strict=True))
-        return History(sources, state.partial, Ahead(reads, (), len(sources), deferred=False))
+        return History(sources, state.partial, Ahead(reads, (), len(sources), first, deferred=False))
     deferred = phases == "auto" and training
     carriers = (*before, *(carrier(source) for source in sources[len(before) :]))
     reads, carriers = run_phase_1(
         sources, carriers, queries, weights, eps=eps, dtype=result_dtype(sources, dtype), deferred=deferred
     )
-    return History(sources, state.partial, Ahead(reads, carriers, len(sources), deferred))
+    return History(sources, state.partial, Ahead(reads, carriers, len(sources), first, deferred))
 
 
 def read_ahead(
     state: History,
-    ahead: Ahead,
+    part: PartialSoftmax,
     pseudo_query: Tensor,
     key_weight: Tensor,
     *,
@@ -75,8 +78,10 @@ def read_ahead(
     out_scale: float,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """Finish the next read: merge its phase-1 result with the sources since (phase 2)."""
-    part, near = ahead.reads[0], state.sources[ahead.far :]
+    """Finish a read: merge its phase-1 result with the sources since (phase 2)."""
+    ahead = state.ahead
+    assert ahead is not None
+    near = state.sources[ahead.far :]
     out_dtype = result_dtype(state.sources, dtype)
     if ahead.carriers:
         far = state.sources[: ahead.far] if ahead.deferred else ()
@@ -93,6 +98,8 @@ def read_ahead(
 def _pays(sources: Sequence[Tensor], reads: int, training: bool) -> bool:
     if training:
         return reads > 1 and len(sources) >= MIN_FAR_IN_TRAINING
-    tokens = sources[0].shape[:-1].numel()
-    enough = tokens >= MIN_TOKENS_IN_EVALUATION and reads >= MIN_READS_IN_EVALUATION
-    return enough and len(sources) >= MIN_FAR_IN_EVALUATION
+    if reads < MIN_READS_IN_EVALUATION or len(sources) < MIN_FAR_IN_EVALUATION:
+        return False
+    if torch.compiler.is_compiling():  # a graph is to serve any number of tokens
+        return True
+    return math.prod(sources[0].shape[:-1]) >= MIN_TOKENS_IN_EVALUATION

@@ -10,9 +10,11 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,11 +31,11 @@ except ImportError:  # not a POSIX system
 logger = logging.getLogger("attnres")
 
 SOURCES = Path(__file__).parent
+END = b"attnres: complete"  # what a compiled kernel ends with
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-O3",
     "-march=native",
-    "-mprefer-vector-width=512",
     "-std=c++20",
     "-fPIC",
     "-shared",
@@ -43,6 +45,7 @@ FLAGS = (
     "-DNDEBUG",
 )
 
+_loading = threading.Lock()
 _problem: str | None = None
 _tried = False
 
@@ -53,14 +56,22 @@ def problem() -> str | None:
     The work is done once per process; a failure is logged then, and not repeated.
     """
     global _problem, _tried
-    if not _tried:
-        _tried = True
-        try:
-            torch.ops.load_library(_library())
-        except (BackendUnavailableError, OSError) as error:
-            _problem = str(error)
-            logger.warning("no CPU kernel (%s); reads on CPU use the reference, which is several times slower", error)
+    if _tried:
+        return _problem
+    with _loading:  # others wait for the first
+        if not _tried:
+            _problem = _load()
+            _tried = True
     return _problem
+
+
+def _load() -> str | None:
+    try:
+        torch.ops.load_library(_library())
+    except (BackendUnavailableError, OSError, RuntimeError, ValueError) as error:  # no home folder is a RuntimeError
+        logger.warning("no CPU kernel (%s); reads on CPU use the reference, which is several times slower", error)
+        return str(error)
+    return None
 
 
 def cache_folder() -> Path:
@@ -73,25 +84,41 @@ def cache_folder() -> Path:
 def _library() -> Path:
     compiler = _compiler()
     path = cache_folder() / f"cpu-{_fingerprint(compiler)}.so"
-    if not path.exists():
+    if not _whole(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path.with_suffix(".lock")):
-            if not path.exists():  # another process may have been faster
+            if not _whole(path):  # another process may have been faster
                 _compile(compiler, path)
     return path
 
 
-def _compiler() -> str:
+def _whole(path: Path) -> bool:
+    """Whether the file is there to its end: the loader does not look, and half a library would kill the process."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-len(END), os.SEEK_END)
+            return file.read() == END
+    except OSError:
+        return False
+
+
+def _flags() -> list[str]:
+    wide = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
+    return [*FLAGS, *wide]
+
+
+def _compiler() -> list[str]:
+    """The command of the compiler: ``$CXX``, which may have arguments, or the first that is found."""
     chosen = os.environ.get("CXX")
-    candidates = (chosen,) if chosen else COMPILERS
-    for name in candidates:
+    candidates = [shlex.split(chosen)] if chosen else [[name] for name in COMPILERS]
+    for name, *arguments in filter(None, candidates):
         if found := shutil.which(name):
-            return found
-    raise BackendUnavailableError(f"no C++ compiler found; looked for {', '.join(candidates)}")
+            return [found, *arguments]
+    raise BackendUnavailableError(f"no C++ compiler found; looked for {', '.join(map(shlex.join, candidates))}")
 
 
-def _fingerprint(compiler: str) -> str:
-    parts = [torch.__version__, platform.machine(), _processor(), _output([compiler, "--version"]), " ".join(FLAGS)]
+def _fingerprint(compiler: list[str]) -> str:
+    parts = [torch.__version__, platform.machine(), _processor(), _output([*compiler, "--version"]), " ".join(_flags())]
     parts += [path.read_text(encoding="utf-8") for path in sorted(SOURCES.glob("*.*")) if path.suffix in (".h", ".cpp")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -105,13 +132,23 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _compile(compiler: str, path: Path) -> None:
-    logger.warning("compiling the CPU kernel with %s, once; this takes about half a minute", compiler)
+def _compile(compiler: list[str], path: Path) -> None:
+    logger.warning("compiling the CPU kernel with %s, once; this takes about half a minute", shlex.join(compiler))
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         result = Path(folder) / "library.so"
         _output(
-            [compiler, *FLAGS, *_torch_flags(), str(SOURCES / "library.cpp"), "-o", str(result), *_torch_libraries()]
+            [
+                *compiler,
+                *_flags(),
+                *_torch_flags(),
+                str(SOURCES / "library.cpp"),
+                "-o",
+                str(result),
+                *_torch_libraries(),
+            ]
         )
+        with result.open("ab") as file:
+            file.write(END)
         os.replace(result, path)
 
 

@@ -53,6 +53,13 @@ inline void put(const V& vector, void* target, bool streamed) {
   std::memcpy(target, &vector, sizeof vector);
 }
 
+// What went past the cache is visible to other threads from here on.
+inline void finish_streams() {
+#ifdef __AVX512F__
+  _mm_sfence();
+#endif
+}
+
 inline Tile<float> widen(const void* source) {
   using Floats = Tile<float>::Vector;
   const LooseWords* words = static_cast<const LooseWords*>(source);

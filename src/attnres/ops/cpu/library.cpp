@@ -60,10 +60,28 @@ const Number<P>* data_of(const OptionalTensor& tensor) {
   return tensor ? tensor->const_data_ptr<Number<P>>() : nullptr;
 }
 
+// The operators can be called by anyone, past the Python functions, so they do not trust what they are given.
+void check_sizes(const char* name, const OptionalTensor& tensor, at::IntArrayRef sizes) {
+  TORCH_CHECK(
+      !tensor || tensor->sizes() == sizes, "attnres: ", name, " has shape ", tensor ? tensor->sizes() : sizes,
+      "; allowed: ", sizes);
+}
+
+void check_sources(at::TensorList sources, const Tensor& query, int64_t query_dims, const OptionalTensor& weight) {
+  TORCH_CHECK(!sources.empty(), "attnres: there are 0 sources; allowed: 1 or more");
+  const Tensor& first = sources[0];
+  for (const Tensor& source : sources) check_sizes("a source", source, first.sizes());
+  TORCH_CHECK(
+      first.dim() > 0 && query.dim() == query_dims && query.size(-1) == first.size(-1) && query.numel() > 0,
+      "attnres: the query has shape ", query.sizes(), ", the sources have ", first.sizes());
+  check_sizes("the key weight", weight, query.sizes());
+}
+
 template <class P>
 Read<P> make_read(
     at::TensorList sources, const Tensor& query, const OptionalTensor& weight, const OptionalTensor& norm, double eps,
     double scale, double norm_eps) {
+  check_sizes("the norm weight", norm, query.sizes());
   Read<P> read{rows_of<P>(sources), fold<P>(query, weight)};
   if (norm) read.norm_weight = lines<P>(*norm);
   read.tokens = count_tokens(sources[0]);
@@ -75,6 +93,7 @@ Read<P> make_read(
 std::tuple<Tensor, Tensor, Tensor> depth_attention(
     at::TensorList sources, const Tensor& query, const OptionalTensor& weight, const OptionalTensor& norm, double eps,
     double scale, double norm_eps, at::ScalarType dtype) {
+  check_sources(sources, query, 1, weight);
   const bool half = dtype == at::kBFloat16 || any_of_type(sources, at::kBFloat16);
   return dispatch(any_of_type(sources, at::kDouble), half, [&](auto policy) {
     using P = decltype(policy);
@@ -93,15 +112,12 @@ std::tuple<Tensor, Tensor, Tensor> depth_attention(
 Tensor read(
     at::TensorList sources, const Tensor& query, const OptionalTensor& weight, double eps, double scale,
     std::optional<at::ScalarType> dtype) {
+  check_sources(sources, query, 1, weight);
   const Tensor& first = sources[0];
   for (const Tensor& source : sources) {
-    TORCH_CHECK(source.sizes() == first.sizes(), "attnres: the sources differ in shape");
     TORCH_CHECK(dtype || source.scalar_type() == first.scalar_type(), "attnres: the sources differ in dtype");
     TORCH_CHECK(source.device().is_cpu(), "attnres: a source is not on the CPU");
   }
-  TORCH_CHECK(
-      query.dim() == 1 && first.dim() > 0 && query.size(0) == first.size(-1) && (!weight || weight->sizes() == query.sizes()),
-      "attnres: query or key weight does not fit");
   const at::ScalarType type = dtype.value_or(first.scalar_type());
   const bool half = type == at::kBFloat16 || any_of_type(sources, at::kBFloat16);
   return dispatch(false, half, [&](auto policy) {
@@ -119,6 +135,11 @@ std::tuple<Tensors, Tensor, Tensor, Tensor> depth_attention_backward(
     const OptionalTensor& grad_mixed, const OptionalTensor& grad_weights, const OptionalTensor& grad_lse,
     at::TensorList sources, const Tensor& query, const OptionalTensor& weight, const OptionalTensor& norm, double eps,
     double scale, double norm_eps, const c10::List<bool>& needs) {
+  check_sources(sources, query, 1, weight);
+  check_sizes("the gradient", grad_mixed, sources[0].sizes());
+  check_sizes("the gradient of the weights", grad_weights, with_last(sources[0].sizes(), sources.size()));
+  check_sizes("the gradient of the log-sum-exp", grad_lse, without_last(sources[0].sizes()));
+  TORCH_CHECK(needs.size() == sources.size(), "attnres: needs has ", needs.size(), " entries for ", sources.size());
   const bool half =
       any_of_type(sources, at::kBFloat16) || (grad_mixed && grad_mixed->scalar_type() == at::kBFloat16);
   return dispatch(any_of_type(sources, at::kDouble), half, [&](auto policy) {
@@ -154,6 +175,7 @@ InterBlock<P> make_inter_block(
 
 std::tuple<Tensor, Tensor> inter_block(
     at::TensorList sources, const Tensor& queries, const OptionalTensor& weights, double eps) {
+  check_sources(sources, queries, 2, weights);
   return dispatch(any_of_type(sources, at::kDouble), any_of_type(sources, at::kBFloat16), [&](auto policy) {
     using P = decltype(policy);
     std::vector<int64_t> sizes = sources[0].sizes().vec();
@@ -174,7 +196,16 @@ bool any_half(const OptionalTensors& tensors) {
 std::tuple<Tensors, Tensor, Tensor> inter_block_backward(
     const OptionalTensors& grad_mixed, const OptionalTensors& grad_lse, at::TensorList sources, const Tensor& queries,
     const OptionalTensor& weights, double eps, const OptionalTensors& carried) {
-  const bool half = any_of_type(sources, at::kBFloat16) || any_half(grad_mixed);
+  check_sources(sources, queries, 2, weights);
+  const size_t reads = queries.size(0);
+  TORCH_CHECK(
+      grad_mixed.size() == reads && grad_lse.size() == reads && carried.size() == sources.size(), "attnres: ",
+      grad_mixed.size(), " and ", grad_lse.size(), " gradients for ", reads, " reads, and ", carried.size(),
+      " carried for ", sources.size(), " sources");
+  for (const OptionalTensor& grad : grad_mixed) check_sizes("a gradient", grad, sources[0].sizes());
+  for (const OptionalTensor& grad : grad_lse) check_sizes("a gradient", grad, without_last(sources[0].sizes()));
+  for (const OptionalTensor& sum : carried) check_sizes("a carried gradient", sum, sources[0].sizes());
+  const bool half = any_of_type(sources, at::kBFloat16) || any_half(grad_mixed) || any_half(carried);
   return dispatch(any_of_type(sources, at::kDouble), half, [&](auto policy) {
     using P = decltype(policy);
     const auto block = make_inter_block<P>(sources, queries, weights, eps);
@@ -199,6 +230,9 @@ template <class P>
 IntraBlock<P> make_intra_block(
     at::TensorList near, const Tensor& like, const Tensor& query, const OptionalTensor& weight,
     const OptionalTensor& norm, double eps, double scale, double norm_eps) {
+  check_sources(like, query, 1, weight);
+  for (const Tensor& source : near) check_sizes("a near source", source, like.sizes());
+  check_sizes("the norm weight", norm, query.sizes());
   IntraBlock<P> part{rows_of<P>(near), fold<P>(query, weight)};
   if (norm) part.norm_weight = lines<P>(*norm);
   part.tokens = count_tokens(like);
@@ -216,6 +250,8 @@ std::tuple<Tensor, Tensor, Tensor> intra_block(
   return dispatch(lse.scalar_type() == at::kDouble, half, [&](auto policy) {
     using P = decltype(policy);
     auto part = make_intra_block<P>(near, mixed, query, weight, norm, eps, scale, norm_eps);
+    check_sizes("lse", lse, without_last(mixed.sizes()));
+    check_sizes("the update", update, mixed.sizes());
     const Tensor out = at::empty(mixed.sizes(), mixed.options().dtype(dtype));
     const Tensor weights = working<P>(mixed, with_last(mixed.sizes(), near.size()));
     Tensor partial = at::empty({0}, mixed.options());
@@ -241,6 +277,8 @@ std::tuple<Tensor, Tensor, Tensors, Tensor, Tensor> intra_block_backward(
   return dispatch(near_weights.scalar_type() == at::kDouble, half, [&](auto policy) {
     using P = decltype(policy);
     const auto part = make_intra_block<P>(near, grad, query, weight, std::nullopt, eps, scale, 0);
+    check_sizes("the output", out, grad.sizes());
+    check_sizes("the weights", near_weights, with_last(grad.sizes(), near.size()));
     const Tensor grad_lse = working<P>(grad, without_last(grad.sizes())), weights = near_weights.contiguous();
     Tensors results{at::empty(grad.sizes(), grad.options().dtype(mixed_dtype))};
     for (const Tensor& source : near) results.push_back(at::empty(source.sizes(), source.options()));

@@ -88,12 +88,13 @@ struct ReadGrads {
 };
 
 template <class P>
-inline void load_grad(const Read<P>& read, const ReadGrads<P>& grads, int64_t t, Number<P>* line) {
-  if (grads.mixed == nullptr) return;  // stays zero
+inline void load_grad(const Read<P>& read, const ReadGrads<P>& grads, int64_t t, ReadScratch<P>& scratch) {
+  if (grads.mixed == nullptr) return std::fill(scratch.grad.begin(), scratch.grad.end(), 0);
+  const Number<P> factor = read.norm_weight.empty() ? read.scale : 1;
   for_tiles<Number<P>>(read.dim, [&](int64_t d, auto extent) {
     auto tile = load((*grads.mixed)[t], d, extent);
-    tile.scale(read.scale);
-    store(tile, line, d);
+    tile.scale(factor);
+    store(tile, scratch.grad.data(), d);
   });
 }
 
@@ -112,8 +113,8 @@ inline void through_norm(const Read<P>& read, ReadScratch<P>& scratch, Number<P>
   const Number<P> rho = inverse_rms(square.sum(), read.dim, read.norm_eps);
   const Number<P> pull = rho * rho * rho / read.dim * product.sum();
   for (int64_t d = 0; d < read.width(); ++d) {
-    norm_grad[d] += grad[d] / read.scale * mixed[d] * rho;
-    grad[d] = rho * read.norm_weight[d] * grad[d] - pull * mixed[d];
+    norm_grad[d] += grad[d] * mixed[d] * rho;
+    grad[d] = read.scale * (rho * read.norm_weight[d] * grad[d] - pull * mixed[d]);
   }
 }
 
@@ -188,7 +189,7 @@ void read_gradient(
   vectors.run([&](int64_t begin, int64_t end, Number<P>* sums) {
     ReadScratch<P> scratch(read, true);
     for (int64_t t = begin; t < end; ++t) {
-      load_grad(read, grads, t, scratch.grad.data());
+      load_grad(read, grads, t, scratch);
       score_token(read, scratch, t, sums + read.width());
       if (plain) {
         only_source_grad(read, sinks[0], scratch, t);

@@ -79,6 +79,9 @@ struct Sinks {
   Sinks(const Tensor& tensor, bool large) {
     base = static_cast<char*>(tensor.data_ptr());
     half = tensor.scalar_type() == at::kBFloat16;
+    TORCH_CHECK(
+        half ? P::split : tensor.scalar_type() == kType<P>, "attnres: the CPU kernel was asked for a result of ",
+        tensor.scalar_type(), "; allowed are float32 and bfloat16, or float64 alone");
     stride = tensor.size(-1) * tensor.element_size();
     streamed = large && reinterpret_cast<uintptr_t>(base) % kVectorBytes == 0 && stride % kVectorBytes == 0;
   }
@@ -144,7 +147,10 @@ std::pair<Tensor, Tensor> unfold(const Number<P>* grad, const Tensor& query, con
 template <class F>
 inline void for_tokens(int64_t tokens, int64_t elements_per_token, F&& f) {
   const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, elements_per_token));
-  at::parallel_for(0, tokens, grain, f);
+  at::parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) {
+    f(begin, end);
+    finish_streams();
+  });
 }
 
 // A sum over tokens in two stages: pieces of tokens each into a line of their own, then the lines in order. The pieces
@@ -160,6 +166,7 @@ class TokenSum {
     at::parallel_for(0, pieces_, 1, [&](int64_t begin, int64_t end) {
       for (int64_t piece = begin; piece < end; ++piece)
         f(tokens_ * piece / pieces_, tokens_ * (piece + 1) / pieces_, sums_.data() + piece * width_);
+      finish_streams();
     });
   }
   const A* total() {

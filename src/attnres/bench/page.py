@@ -1,0 +1,148 @@
+"""The tables of the documentation, made from the result files, so that no number on the page was typed."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from attnres.bench.results import read
+from attnres.errors import ConfigError
+
+Rows = Sequence[dict[str, str]]
+
+
+def tables(folder: Path) -> dict[str, str]:
+    """Markdown tables of the last run of each benchmark, by the benchmark's name.
+
+    Raises:
+        ConfigError: A result file is missing or empty.
+    """
+    return {name: make(_last_run(folder / f"{name}.csv")) for name, make in _TABLES.items()}
+
+
+def update(page: Path, folder: Path) -> None:
+    """Put the tables between their marks, ``<!-- NAME -->`` and ``<!-- /NAME -->``, in a Markdown page.
+
+    Raises:
+        ConfigError: A result file or a mark is missing.
+    """
+    text = page.read_text(encoding="utf-8")
+    for name, table in tables(folder).items():
+        before, opening, rest = text.partition(f"<!-- {name} -->\n")
+        _, closing, after = rest.partition(f"<!-- /{name} -->")
+        if not opening or not closing:
+            raise ConfigError(f"{page} lacks the marks <!-- {name} --> and <!-- /{name} -->; allowed: a page with both")
+        text = f"{before}{opening}\n{table}\n\n{closing}{after}"
+    page.write_text(text, encoding="utf-8")
+
+
+def _last_run(path: Path) -> Rows:
+    rows = read(path) if path.exists() else []
+    if not rows:
+        raise ConfigError(f"{path} has no results; allowed: a folder that `attnres bench NAME --csv` wrote to")
+    return [row for row in rows if row["date"] == rows[-1]["date"]]
+
+
+def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]], rows: Rows) -> str:
+    first = rows[0]
+    where = (
+        f"{first['date'][:10]}, {first['processor']}, {first['threads']} threads, torch {first['torch']}, "
+        f"attnres {first['attnres']} {first['commit']}, load average {first['load_average']} at the start."
+    )
+    table = [header, [":---", *["---:"] * (len(header) - 1)], *lines]
+    return "\n".join(["| " + " | ".join(line) + " |" for line in table]) + f"\n\n{where}"
+
+
+def _pivot(rows: Rows, row_key: Callable[[dict[str, str]], str], column_key: Callable[[dict[str, str]], str],
+           cell: Callable[[dict[str, str]], str], corner: str) -> str:  # fmt: skip
+    names, columns = (list(dict.fromkeys(map(key, rows))) for key in (row_key, column_key))
+    cells = {(row_key(row), column_key(row)): cell(row) for row in rows}
+    return _markdown([corner, *columns], [[n, *(cells.get((n, c), "") for c in columns)] for n in names], rows)
+
+
+def _op(rows: Rows) -> str:
+    timed = [row for row in rows if row["direction"].startswith("forward") and int(row["tokens"]) > 1]
+    tables = []
+    for dtype in dict.fromkeys(row["dtype"] for row in timed):
+        part = [row for row in timed if row["dtype"] == dtype]
+        table = _pivot(
+            part,
+            lambda row: row["form"],
+            lambda row: f"{row['sources']}x{row['tokens']}x{row['dim']} {_short(row['direction'])}",
+            lambda row: f"{float(row['floor_multiple']):.2f}" if row["floor_multiple"] else "",
+            dtype,
+        )
+        tables.append(table)
+    tables.append(_refused(rows) + _latency(rows))
+    return "\n\n".join(tables)
+
+
+def _short(direction: str) -> str:
+    return "fwd" if direction == "forward" else "fwd+bwd"
+
+
+def _refused(rows: Rows) -> str:
+    notes = [
+        f"{row['form']} ({row['sources']}x{row['tokens']}x{row['dim']} {row['dtype']}): {row['note']}"
+        for row in rows
+        if row["direction"] == "gate"
+    ]
+    return "Not timed, because wrong: " + "; ".join(notes) + ".\n\n" if notes else ""
+
+
+def _latency(rows: Rows) -> str:
+    single = [row for row in rows if int(row["tokens"]) == 1 and row["median_ms"]]
+    lines = [
+        [row["form"], row["dtype"], *(f"{1e3 * float(row[name]):.1f}" for name in ("median_ms", "low_ms", "high_ms"))]
+        for row in single
+    ]
+    return _markdown(["one token, µs a read", "dtype", "median", "low", "high"], lines, single) if single else ""
+
+
+def _phases(rows: Rows) -> str:
+    return _pivot(
+        rows,
+        lambda row: row["arm"],
+        lambda row: f"{row['sublayers']} {_short(row['direction'])}",
+        lambda row: f"{float(row['median_ms']):.0f} ({float(row['ratio_to_one_phase']):.2f})",
+        "ms (ratio to one phase)",
+    )
+
+
+def _overhead(rows: Rows) -> str:
+    return _pivot(
+        rows,
+        lambda row: row["arm"],
+        lambda row: f"{row['task']}, {row['precision']}",
+        lambda row: (
+            f"{float(row['ratio_to_plain']):.3f} [{float(row['ratio_low']):.3f}, {float(row['ratio_high']):.3f}]"
+            if row["ratio_to_plain"]
+            else row["note"]
+        ),
+        "ratio to plain [quartiles]",
+    )
+
+
+def _memory(rows: Rows) -> str:
+    saved, peaks = ([row for row in rows if bool(row["layers"]) == peak] for peak in (False, True))
+    kept = _pivot(
+        saved,
+        lambda row: row["arm"],
+        lambda row: f"{row['dtype']}, {row['sources']}x{row['tokens']}x{row['dim']}",
+        lambda row: f"{float(row['units']):.2f}",
+        "kept for backward by one read, in [T, D]",
+    )
+    peak = _pivot(
+        peaks,
+        lambda row: f"{row['arm']}, {'with' if row['checkpointing'] == 'True' else 'without'} checkpointing",
+        lambda row: f"{row['layers']} layers",
+        lambda row: f"{float(row['units_over_prenorm']):.1f} ({row['sources']})",
+        "peak of a step over PreNorm in [T, D] (sources)",
+    )
+    return f"{kept}\n\n{peak}"
+
+
+_TABLES: dict[str, Callable[[Rows], str]] = {
+    "op": _op,
+    "phases": _phases,
+    "overhead": _overhead,
+    "memory": _memory,
+}
