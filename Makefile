@@ -27,7 +27,7 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/attnres bench op --csv benchmarks/results/op.csv
-	$(BIN)/attnres bench phases --csv benchmarks/results/phases.csv --figure benchmarks/results/depth.svg
+	$(BIN)/attnres bench phases --csv benchmarks/results/phases.csv --figure docs/figures/depth.svg
 	$(BIN)/attnres bench overhead --csv benchmarks/results/overhead.csv
 	$(BIN)/attnres bench memory --csv benchmarks/results/memory.csv
 	$(BIN)/attnres bench tables --page docs/performance.md

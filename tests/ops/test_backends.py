@@ -416,16 +416,16 @@ def test_the_name_of_a_kernel_depends_on_all_that_it_is_made_of(monkeypatch, tmp
     for path in compilers:
         path.write_text(f"#!/bin/sh\necho {path.name}\n")
         path.chmod(0o755)
-    names = {build._fingerprint(str(path)) for path in compilers}
-    assert build._fingerprint(str(compilers[0])) in names
+    names = {build._fingerprint([str(path)]) for path in compilers}
+    assert build._fingerprint([str(compilers[0])]) in names
     changes = [(torch, "__version__", "9"), (build, "FLAGS", ()), (build, "_processor", lambda: "another")]
     for where, what, value in changes:
         with monkeypatch.context() as patch:
             patch.setattr(where, what, value)
-            names.add(build._fingerprint(str(compilers[0])))
+            names.add(build._fingerprint([str(compilers[0])]))
     (tmp_path / "changed.h").write_text("int x;\n")
     monkeypatch.setattr(build, "SOURCES", tmp_path)
-    names.add(build._fingerprint(str(compilers[0])))
+    names.add(build._fingerprint([str(compilers[0])]))
     assert len(names) == 6
 
 

@@ -1,4 +1,4 @@
-"""What does not fit is refused in words: by the Python functions, and by the operators for whoever calls them directly."""
+"""What does not fit is refused in words, by the Python functions and by the operators beneath them."""
 
 import pytest
 import torch
@@ -66,7 +66,8 @@ def test_functions_refuse_shapes_that_do_not_fit(call, words, grad):
         lambda: OPS.inter_block_backward([None], [None, None], sources(), torch.randn(2, 16), None, 1e-6, [None] * 3),
         lambda: OPS.inter_block_backward([None] * 2, [None] * 2, sources(), torch.randn(2, 16), None, 1e-6, []),
         lambda: OPS.intra_block(
-            torch.randn(8, 16), torch.randn(1), sources(1), None, torch.randn(16), None, None, 1e-6, 1.0, 1e-6, torch.float32
+            torch.randn(8, 16), torch.randn(1), sources(1), None, torch.randn(16), None, None, 1e-6, 1.0, 1e-6,
+            torch.float32,
         ),
         lambda: OPS.intra_block_backward(
             torch.randn(8, 16), torch.randn(4, 16), sources(1), torch.randn(8, 1), torch.randn(16), None, 1e-6, 1.0,

@@ -1,4 +1,4 @@
-"""Reads and writes that do not follow the schedule give what one phase gives: phase 1 belongs to sites, not to turns."""
+"""Reads and writes off the schedule give what one phase gives: phase 1 belongs to sites, not to turns."""
 
 import pytest
 import torch

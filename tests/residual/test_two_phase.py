@@ -359,8 +359,9 @@ def test_a_gradient_that_is_carried_along_is_rounded_once():
         reads = []
         for part in vectors:
             keywords = {"phases": "two", "eps": EPS, "dtype": torch.bfloat16, "training": True}
-            state = policy.look_ahead(state, part, **keywords)
-            reads.append(policy.read_ahead(state, state.ahead, *part[0], eps=EPS, out_scale=1.0, dtype=torch.bfloat16))
+            state = policy.look_ahead(state, part, first=0, **keywords)
+            ahead = state.ahead.of(0)
+            reads.append(policy.read_ahead(state, ahead, *part[0], eps=EPS, out_scale=1.0, dtype=torch.bfloat16))
         results.append(torch.autograd.grad(reads, given[:3], list(grads)))
         assert {grad.dtype for grad in results[-1]} == {dtype}
     for exact, once in zip(*results, strict=True):

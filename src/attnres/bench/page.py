@@ -15,7 +15,7 @@ def tables(folder: Path) -> dict[str, str]:
     Raises:
         ConfigError: A result file is missing or empty.
     """
-    return {name: make(_last_run(folder / f"{name}.csv")) for name, make in _TABLES.items()}
+    return {name: make(_results(folder / f"{name}.csv")) for name, make in _TABLES.items()}
 
 
 def update(page: Path, folder: Path) -> None:
@@ -34,10 +34,14 @@ def update(page: Path, folder: Path) -> None:
     page.write_text(text, encoding="utf-8")
 
 
-def _last_run(path: Path) -> Rows:
+def _results(path: Path) -> Rows:
     rows = read(path) if path.exists() else []
     if not rows:
         raise ConfigError(f"{path} has no results; allowed: a folder that `attnres bench NAME --csv` wrote to")
+    return rows
+
+
+def _last_run(rows: Rows) -> Rows:
     return [row for row in rows if row["date"] == rows[-1]["date"]]
 
 
@@ -59,7 +63,9 @@ def _pivot(rows: Rows, row_key: Callable[[dict[str, str]], str], column_key: Cal
 
 
 def _op(rows: Rows) -> str:
-    timed = [row for row in rows if row["direction"].startswith("forward") and int(row["tokens"]) > 1]
+    reads, tokens = ([row for row in rows if (int(row["tokens"]) == 1) == single] for single in (False, True))
+    reads = _last_run(reads)
+    timed = [row for row in reads if row["direction"].startswith("forward")]
     tables = []
     for dtype in dict.fromkeys(row["dtype"] for row in timed):
         part = [row for row in timed if row["dtype"] == dtype]
@@ -71,7 +77,7 @@ def _op(rows: Rows) -> str:
             dtype,
         )
         tables.append(table)
-    tables.append(_refused(rows) + _latency(rows))
+    tables.append(_refused(reads) + (_latency(_last_run(tokens)) if tokens else ""))
     return "\n\n".join(tables)
 
 
@@ -89,7 +95,7 @@ def _refused(rows: Rows) -> str:
 
 
 def _latency(rows: Rows) -> str:
-    single = [row for row in rows if int(row["tokens"]) == 1 and row["median_ms"]]
+    single = [row for row in rows if row["median_ms"]]
     lines = [
         [row["form"], row["dtype"], *(f"{1e3 * float(row[name]):.1f}" for name in ("median_ms", "low_ms", "high_ms"))]
         for row in single
@@ -99,7 +105,7 @@ def _latency(rows: Rows) -> str:
 
 def _phases(rows: Rows) -> str:
     return _pivot(
-        rows,
+        _last_run(rows),
         lambda row: row["arm"],
         lambda row: f"{row['sublayers']} {_short(row['direction'])}",
         lambda row: f"{float(row['median_ms']):.0f} ({float(row['ratio_to_one_phase']):.2f})",
@@ -109,7 +115,7 @@ def _phases(rows: Rows) -> str:
 
 def _overhead(rows: Rows) -> str:
     return _pivot(
-        rows,
+        _last_run(rows),
         lambda row: row["arm"],
         lambda row: f"{row['task']}, {row['precision']}",
         lambda row: (
@@ -122,6 +128,7 @@ def _overhead(rows: Rows) -> str:
 
 
 def _memory(rows: Rows) -> str:
+    rows = _last_run(rows)
     saved, peaks = ([row for row in rows if bool(row["layers"]) == peak] for peak in (False, True))
     kept = _pivot(
         saved,

@@ -81,10 +81,10 @@ def _phases(small: bool) -> Callable[..., None]:
         *,
         sublayers: tuple[int, ...] = (8, 16) if small else (16, 32, 64, 128),
         blocks: int = 4 if small else 8,
-        tokens: int = 8 if small else 1024,
+        tokens: int = 8 if small else 4096,
         dim: int = 32 if small else 1024,
         dtype: DType = "float32",
-        rounds: int = 3 if small else 11,
+        rounds: int = 3 if small else 5,
         keep_memory: bool = not small,
         device: Device = "auto",
         csv: Path | None = None,
@@ -108,6 +108,8 @@ def _phases(small: bool) -> Callable[..., None]:
             figure: SVG of cost over depth to write.
             quick: Small sizes, to see that it runs.
         """
+        import tempfile
+
         import torch
 
         from attnres.bench.figure import draw_depth
@@ -123,6 +125,9 @@ def _phases(small: bool) -> Callable[..., None]:
             device=device_of(device),
             rounds=rounds,
         )
+        if figure is not None:  # refused now rather than after measuring
+            figure.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=figure.parent).close()
         rows, machine = _collect(measure(bench), PhaseRow, bench.device, csv, keep=keep_memory)
         _show("all reads of a model", rows, machine, by=("sublayers",))
         if figure is not None:

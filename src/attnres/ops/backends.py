@@ -40,11 +40,13 @@ def resolve(backend: Backend, sources: Sequence[Tensor], dtype: torch.dtype | No
     if backend == "auto":
         name = _kernel_for(sources)
         refusal = None if name is None else _refusal(name, sources, dtype)
+        _note_use(name, refusal)
         _say_once(name, refusal)
         return "reference" if name is None or refusal is not None else name
     if backend not in get_args(Backend):
         raise ConfigError(f"backend is {backend!r}; allowed: {', '.join(get_args(Backend))}")
     refusal = _refusal(backend, sources, dtype)
+    _note_use(backend, refusal)
     if refusal is not None:
         raise BackendUnavailableError(f"backend {backend!r} is not available: {refusal}")
     return backend
@@ -56,9 +58,8 @@ def in_reach(backend: Backend, sources: Sequence[Tensor]) -> bool:
     Then the kernel checks its arguments itself. It is for inference, and for sources that are worth a kernel at all.
     """
     return (
-        backend == "auto"
-        and not torch.compiler.is_compiling()  # first, so that no graph depends on what follows
-        and _default == "auto"
+        not torch.compiler.is_compiling()  # first, so that no graph depends on what follows
+        and (_default if backend == "auto" else backend) in ("auto", "cpu")
         and _cpu_in_use
         and not torch.is_grad_enabled()
         and len(sources) > 1
@@ -138,6 +139,12 @@ for _lookup in (_cpu_problem, _triton_problem):
     vars(_lookup)["_dynamo_marked_constant"] = True
 
 
+def _note_use(name: Backend | None, refusal: str | None) -> None:
+    global _cpu_in_use
+    if name == "cpu" and refusal is None and not torch.compiler.is_compiling():
+        _cpu_in_use = True
+
+
 def _say_once(name: Backend | None, refusal: str | None) -> None:
     if torch.compiler.is_compiling():
         return
@@ -146,8 +153,6 @@ def _say_once(name: Backend | None, refusal: str | None) -> None:
         return
     _said.add(text)
     if refusal is None:
-        global _cpu_in_use
-        _cpu_in_use = _cpu_in_use or name == "cpu"
         logger.info("depth attention uses the %s kernel", name)
     else:
         logger.info("depth attention uses the reference, not the %s kernel: %s", name, refusal)
