@@ -18,9 +18,8 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 @pytest.fixture(autouse=True)
-def nothing_said_or_used_before(monkeypatch):
+def nothing_said_before(monkeypatch):
     monkeypatch.setattr(backends, "_said", set())
-    monkeypatch.setattr(backends, "_cpu_in_use", False)
 
 
 @pytest.fixture

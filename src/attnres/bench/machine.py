@@ -1,8 +1,6 @@
 """What a number was measured on. Every row of a result file carries it, since a time without it says nothing."""
 
 import os
-import platform
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ import torch
 
 import attnres
 from attnres.errors import ConfigError
+from attnres.provenance import checkout, cpu_model
 
 _BUSY_CORES = 0.2
 _STAT = Path("/proc/stat")
@@ -49,11 +48,11 @@ def measured_on(device: torch.device, *, kept_memory: bool = False) -> Machine:
     """Describe this machine now, and say on standard error when it is busy."""
     machine = Machine(
         date=datetime.now(UTC).isoformat(timespec="minutes"),
-        commit=_commit(Path(__file__).parents[3]),
+        commit=_commit(),
         attnres=attnres.__version__,
         torch=torch.__version__,
         device=device.type,
-        processor=torch.cuda.get_device_name() if device.type == "cuda" else _cpu_model(),
+        processor=torch.cuda.get_device_name() if device.type == "cuda" else cpu_model(),
         threads=torch.get_num_threads(),
         allocator="kept" if kept_memory else "default",
         load_average=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
@@ -100,30 +99,9 @@ def _core_seconds() -> float | None:
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _commit(root: Path) -> str:
-    if not (root / ".git").exists():  # not just any repository above us: an environment may lie inside one
+def _commit() -> str:
+    found = checkout(exclude=("benchmarks/results",))  # what is measured changes its own files
+    if found is None:
         return ""
-    revision = _git(root, "rev-parse", "--short=10", "HEAD")
-    elsewhere = (".", ":(exclude)benchmarks/results")  # what is measured changes its own files
-    changed = revision and _git(root, "status", "--porcelain", "--untracked-files=no", "--", *elsewhere)
-    return f"{revision}+" if changed else revision
-
-
-def _git(root: Path, *arguments: str) -> str:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
+    revision, changed = found
+    return f"{revision[:10]}+" if changed else revision[:10]

@@ -20,7 +20,6 @@ Backend = Literal["auto", "reference", "cpu", "triton"]
 
 _default: Backend = "auto"
 _said: set[str] = set()
-_cpu_in_use = False
 
 _CPU_DTYPES = frozenset({torch.float32, torch.bfloat16})
 _TRITON_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -40,13 +39,10 @@ def resolve(backend: Backend, sources: Sequence[Tensor], dtype: torch.dtype | No
     if backend == "auto":
         name = _kernel_for(sources)
         refusal = None if name is None else _refusal(name, sources, dtype)
-        _note_use(name, refusal)
         _say_once(name, refusal)
         return "reference" if name is None or refusal is not None else name
-    if backend not in get_args(Backend):
-        raise ConfigError(f"backend is {backend!r}; allowed: {', '.join(get_args(Backend))}")
+    _check_name(backend)
     refusal = _refusal(backend, sources, dtype)
-    _note_use(backend, refusal)
     if refusal is not None:
         raise BackendUnavailableError(f"backend {backend!r} is not available: {refusal}")
     return backend
@@ -57,15 +53,17 @@ def in_reach(backend: Backend, sources: Sequence[Tensor]) -> bool:
 
     Then the kernel checks its arguments itself. It is for inference, and for sources that are worth a kernel at all.
     """
+    if torch.compiler.is_compiling():  # first, so that no graph depends on what follows
+        return False
+    chosen = _default if backend == "auto" else backend
     return (
-        not torch.compiler.is_compiling()  # first, so that no graph depends on what follows
-        and (_default if backend == "auto" else backend) in ("auto", "cpu")
-        and _cpu_in_use
+        (chosen == "cpu" or (chosen == "auto" and "cpu" in _said))  # the choice is said before it is taken for granted
         and not torch.is_grad_enabled()
         and len(sources) > 1
         and sources[0].is_cpu
         and sources[0].dtype in _CPU_DTYPES
         and not _transformed()
+        and _cpu_problem() is None
     )
 
 
@@ -79,13 +77,17 @@ def use_backend(backend: Backend) -> Iterator[None]:
         'reference'
     """
     global _default
-    if backend not in get_args(Backend):
-        raise ConfigError(f"backend is {backend!r}; allowed: {', '.join(get_args(Backend))}")
+    _check_name(backend)
     before, _default = _default, backend
     try:
         yield
     finally:
         _default = before
+
+
+def _check_name(backend: str) -> None:
+    if backend not in get_args(Backend):
+        raise ConfigError(f"backend is {backend!r}; allowed: {', '.join(get_args(Backend))}")
 
 
 def _kernel_for(sources: Sequence[Tensor]) -> Backend | None:
@@ -137,12 +139,6 @@ def _triton_problem() -> str | None:
 # Dynamo along with attnres.
 for _lookup in (_cpu_problem, _triton_problem):
     vars(_lookup)["_dynamo_marked_constant"] = True
-
-
-def _note_use(name: Backend | None, refusal: str | None) -> None:
-    global _cpu_in_use
-    if name == "cpu" and refusal is None and not torch.compiler.is_compiling():
-        _cpu_in_use = True
 
 
 def _say_once(name: Backend | None, refusal: str | None) -> None:

@@ -51,14 +51,17 @@ def look_ahead(
         training: Whether the model is in training mode.
     """
     sources, before = state.finished, () if state.ahead is None else state.ahead.carriers
-    fused = resolve("auto", sources) != "reference"
-    if phases == "auto" and not (fused and _pays(sources, len(vectors), training)):
+    pays = phases != "auto" or _pays(sources, len(vectors), training)  # the cheap question first: decoding asks often
+    fused = pays and resolve("auto", sources) != "reference"
+    if not pays or (phases == "auto" and not fused):
         return History(sources, state.partial, None)
     queries = torch.stack([query for query, _ in vectors])
     weights = torch.stack([weight for _, weight in vectors])
     if not fused or not (training or torch.is_grad_enabled()):
         part = inter_block(sources, queries, weights, eps=eps)
-        reads = tuple(type(part)(mixed, lse) for mixed, lse in zip(part.mixed.unbind(), part.lse.unbind(), strict=True))
+        reads = tuple(
+            PartialSoftmax(mixed, lse) for mixed, lse in zip(part.mixed.unbind(), part.lse.unbind(), strict=True)
+        )
         return History(sources, state.partial, Ahead(reads, (), len(sources), first, deferred=False))
     deferred = phases == "auto" and training
     carriers = (*before, *(carrier(source) for source in sources[len(before) :]))
