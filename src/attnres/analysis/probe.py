@@ -30,7 +30,8 @@ class DepthProbe:
     gradient_magnitude: list[float]
     """RMS of the gradient of the mean token loss with respect to each sublayer's output."""
     mixing_matrix: list[list[float]]
-    """Row = site (last: output read); column 0 = embedding, column i = output of the i-th sublayer."""
+    """Row = site (last: output read); column 0 = embedding, column i = output of the i-th sublayer. Averaged over
+    channels too, where weights differ between them; of a site with several reads, the query's."""
     block_ends: list[int]
     """Sublayer counts at which a block is complete; empty for a strategy without blocks."""
 
@@ -78,7 +79,7 @@ def probe(model: nn.Module, input_ids: Tensor, targets: Tensor) -> DepthProbe:
         output_magnitude=[_rms(output) for output in magnitudes.outputs],
         input_magnitude=magnitudes.reads,
         gradient_magnitude=[_rms(gradient) for gradient in gradients],
-        mixing_matrix=mixing.matrix().flatten(0, -3).double().mean(0).tolist(),
+        mixing_matrix=mixing.matrix().double().mean(-1).flatten(0, -3).mean(0).tolist(),
         block_ends=list(residual.strategy.block_ends(depth)),
     )
 

@@ -10,6 +10,7 @@ from attnres.cli.options import DEFAULT_PRESET, PresetName, base_config, print_p
 from attnres.cli.parsing import parse
 from attnres.experiments.run import run
 from attnres.optim import OptimConfig
+from attnres.residual import STRATEGIES
 from attnres.train import DataConfig, ModelConfig, Resume, RunConfig, TrainConfig
 
 
@@ -22,13 +23,13 @@ def _command(arguments: Sequence[str]) -> Any:
     """The command's function; its defaults are the preset's, and its options those of the strategy named."""
     base = base_config(arguments)
     name, strategy = residual_default(arguments, base.residual)
-    strategy_type = type(strategy)
+    strategy_type, names = type(strategy), Literal[tuple(STRATEGIES)]
 
     def train(
         *,
         out: Path,
         preset: PresetName = DEFAULT_PRESET,
-        residual_name: Annotated[Literal["prenorm", "full", "block"], tyro.conf.arg(name="residual")] = name,  # pyright: ignore[reportArgumentType]
+        residual_name: Annotated[names, tyro.conf.arg(name="residual")] = name,  # pyright: ignore[reportInvalidTypeForm]
         residual: strategy_type = strategy,  # pyright: ignore[reportInvalidTypeForm]
         model: ModelConfig = base.model,
         data: DataConfig = base.data,

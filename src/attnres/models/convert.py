@@ -8,8 +8,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from attnres.errors import ConfigError, UnsupportedModelError
+from attnres.models.attention import adapt_attention
 from attnres.models.classes import AttnResMixin, adopt
-from attnres.models.families import family_of
+from attnres.models.families import family_of, sublayer_norms
+from attnres.models.gain import scale_projections
 from attnres.models.layer import ResidualDecoderLayer, read_before
 from attnres.models.proof import prove
 from attnres.residual import Residual, Strategy
@@ -43,7 +45,9 @@ def build(config: PreTrainedConfig, strategy: Strategy, *, dtype: torch.dtype | 
         raise ConfigError(f"the config says attnres={saved}, but {describe_strategy(settled)} was asked for")
     keywords = {} if dtype is None else {"dtype": dtype}
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **keywords)
-    return convert(model, settled)
+    converted = convert(model, settled)
+    scale_projections(converted, settled.weight_gain(converted.base_model.residual.num_sublayers))
+    return converted
 
 
 def convert(model: Any, strategy: Strategy) -> Any:
@@ -61,7 +65,7 @@ def convert(model: Any, strategy: Strategy) -> Any:
         The same model object, now of a class derived from its own, with `model.base_model.residual`.
 
     Raises:
-        ConfigError: The strategy does not fit the depth.
+        ConfigError: The strategy does not fit the depth or the width.
         UnsupportedModelError: The model is not a supported decoder, has a strategy already, its decomposition is not
             exact, or its layers have hooks, which would be lost.
     """
@@ -73,6 +77,7 @@ def convert(model: Any, strategy: Strategy) -> Any:
         2 * len(base.layers),
         embedding.shape[-1],
         eps=norm.variance_epsilon,
+        norms=sublayer_norms(base.layers, family),
         device=norm.weight.device,
         dtype=norm.weight.dtype,
     )
@@ -81,6 +86,8 @@ def convert(model: Any, strategy: Strategy) -> Any:
         ResidualDecoderLayer(layer, family, residual, index) for index, layer in enumerate(base.layers)
     )
     base.residual = residual
+    for index, layer in enumerate(base.layers):
+        adapt_attention(residual.site(2 * index), layer, family)
     read_before(norm, residual)
     _own_config(model, residual.strategy, num_hidden_states=len(base.layers) + 1)
     for part in {id(part): part for part in (model, base)}.values():

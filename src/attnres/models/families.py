@@ -48,6 +48,11 @@ class Family:
     """From the layer's keyword arguments, those its attention takes."""
 
 
+def sublayer_norms(layers: nn.ModuleList, family: Family) -> list[nn.Module]:
+    """The norm of each sublayer, in order."""
+    return [getattr(layer, name) for layer in layers for name in (family.attention_norm, family.mlp_norm)]
+
+
 FAMILIES: dict[str, Family] = {
     family.layer_class: family
     for family in (

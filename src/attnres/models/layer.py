@@ -20,7 +20,7 @@ class HiddenStateTap(nn.Module):
     """Passes a read on unchanged: the place where ``output_hidden_states`` listens.
 
     What flows between layers is a state, not a tensor, so Transformers' hooks on layers have nothing to record. Entry
-    ``k`` of the hidden states is what layer ``k`` reads before its norm; the last is the model's final hidden state.
+    ``k`` of the hidden states is what layer ``k`` reads before its norm (what its query projection reads, if it has several reads); the last is the model's final hidden state.
     """
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -63,7 +63,8 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         attention_site, mlp_site = self._sites
         attend, transform = self._compiled or (self._attend, self._transform)
         state = residual.start(hidden_states) if self.is_first else hidden_states
-        hidden = self.tap(residual.read(state, attention_site))
+        hidden = residual.read(state, attention_site)
+        self.tap(hidden if attention_site.views == 1 else hidden[..., 0, :])
         state = residual.write(state, attention_site, attend(hidden, arguments))
         hidden = residual.read(state, mlp_site)
         return residual.write(state, mlp_site, transform(hidden))
@@ -85,14 +86,17 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         return {name: value for name, value in super().__getstate__().items() if name != "_compiled"}
 
     def _attend(self, hidden: Tensor, arguments: Arguments) -> Tensor:
-        family = self.family
-        normed = getattr(self, family.attention_norm)(hidden)
+        family, site = self.family, self._sites[0]
+        normed = hidden if site.takes_norm else getattr(self, family.attention_norm)(hidden)
+        if site.views > 1:
+            normed = normed.flatten(-2)  # query, key and value projections each take their part
         output = getattr(self, family.attention)(hidden_states=normed, **family.attention_arguments(self, arguments))
         return output[0] if isinstance(output, tuple) else output
 
     def _transform(self, hidden: Tensor) -> Tensor:
         family = self.family
-        return getattr(self, family.mlp)(getattr(self, family.mlp_norm)(hidden))
+        normed = hidden if self._sites[1].takes_norm else getattr(self, family.mlp_norm)(hidden)
+        return getattr(self, family.mlp)(normed)
 
     @property
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:

@@ -13,6 +13,8 @@ from attnres.errors import ConfigError
 
 DEPTH_PARAMETERS = frozenset({"pseudo_query", "key_weight"})
 """Last name component of the parameters of depth attention."""
+RESIDUAL_PATH = "residual.sites."
+"""Part of the name of every parameter that a residual strategy has in a model."""
 
 ROLES = ("matrix", "expert", "embedding", "head", "vector", "depth")
 """Group names. Only ``"matrix"`` may go to Muon."""
@@ -28,8 +30,8 @@ class ParamGroup(TypedDict):
 
 
 def is_depth_parameter(name: str) -> bool:
-    """Whether a parameter name is that of a pseudo-query or a key weight."""
-    return name.rpartition(".")[2] in DEPTH_PARAMETERS
+    """Whether a parameter name is that of a pseudo-query, a key weight, or anything else of a residual strategy."""
+    return name.rpartition(".")[2] in DEPTH_PARAMETERS or RESIDUAL_PATH in f"{name}."
 
 
 def param_groups(
@@ -48,7 +50,7 @@ def param_groups(
     - ``expert``: stacked matrices of three or more dimensions, which Muon does not take.
     - ``embedding`` and ``head``: a tied pair counts once, as embedding.
     - ``vector``: norms, biases, convolution filters, and anything with at most one dimension longer than 1.
-    - ``depth``: pseudo-queries and key weights, whatever their shape.
+    - ``depth``: pseudo-queries and key weights, whatever their shape, and all else that a residual strategy learns.
 
     Weight decay is given to ``matrix`` and ``expert`` only.
 

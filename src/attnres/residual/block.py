@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from attnres.errors import ConfigError
-from attnres.residual.schedule import Remainder, Source, block_ends, block_sources
-from attnres.residual.strategy import DepthAttentionStrategy
+from attnres.residual.depth_attention import DepthAttentionStrategy
+from attnres.residual.schedule import Remainder, block_ends
 
 
 @final
@@ -22,6 +22,8 @@ class BlockAttnRes(DepthAttentionStrategy):
     """
 
     short_name: ClassVar[str] = "block"
+    formula: ClassVar[str] = "h = sum_n softmax_n(<w, norm(b_n) g>) b_n;  b_n the sum of a block's outputs"
+    citation: ClassVar[str] = "Attention Residuals, arXiv 2603.15031, Eq. 5-6"
 
     sublayers_per_block: int | None = None
     """Sublayers (not decoder layers) summed into one source. Give this or ``num_blocks``."""
@@ -62,7 +64,3 @@ class BlockAttnRes(DepthAttentionStrategy):
     def phase_starts(self, num_sublayers: int) -> tuple[int, ...]:
         """The end of each block; the output read after the last one is a single read, and not in two phases."""
         return self.block_ends(num_sublayers)
-
-    def sources(self, site: int, num_sublayers: int) -> tuple[Source, ...]:
-        """The embedding, the finished block sums, and the partial sum unless the site starts a block."""
-        return block_sources(site, self.block_ends(num_sublayers))

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from attnres.residual.schedule import Source, block_sources
-from attnres.residual.strategy import DepthAttentionStrategy
+from attnres.residual.depth_attention import DepthAttentionStrategy
 
 READS_PER_PHASE = 8
 """Reads that share one phase 1. More of them spread its cost further, but leave more near sources to each read."""
@@ -20,6 +19,8 @@ class FullAttnRes(DepthAttentionStrategy):
     """
 
     short_name: ClassVar[str] = "full"
+    formula: ClassVar[str] = "h = sum_i softmax_i(<w, norm(v_i) g>) v_i"
+    citation: ClassVar[str] = "Attention Residuals, arXiv 2603.15031, Eq. 1-4"
 
     @property
     def label(self) -> str:
@@ -37,7 +38,3 @@ class FullAttnRes(DepthAttentionStrategy):
     def phase_starts(self, num_sublayers: int) -> tuple[int, ...]:
         """Every few sublayers: Full AttnRes has no blocks of its own to schedule by (paper, appendix B)."""
         return (*range(READS_PER_PHASE, num_sublayers + 1, READS_PER_PHASE), num_sublayers + 1)
-
-    def sources(self, site: int, num_sublayers: int) -> tuple[Source, ...]:
-        """The embedding and each earlier output."""
-        return block_sources(site, self.block_ends(num_sublayers))

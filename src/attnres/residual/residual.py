@@ -1,6 +1,6 @@
 """A strategy bound to a model's depth and width: the sites with their parameters, and the interface models speak."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import ConfigError
-from attnres.residual.strategy import Site, Strategy
+from attnres.residual.site import Site
+from attnres.residual.state import Streams, tensors
+from attnres.residual.strategy import Strategy
 
 OUTPUT: Final = -1
 """The site of the output read, after the last sublayer and before the model's final norm."""
@@ -39,11 +41,12 @@ class Residual(nn.Module):
         num_sublayers: Depth, attention and MLP counted separately.
         dim: Model width.
         eps: Of the key norm; by custom the base model's norm eps.
+        norms: The sublayers' own norms, in order; only a strategy that moves them, such as PostNorm, needs them.
         device: Of the parameters.
         dtype: Of the parameters.
 
     Raises:
-        ConfigError: The strategy does not fit the depth.
+        ConfigError: The strategy does not fit the depth, or needs norms that are not given.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Residual(nn.Module):
         dim: int,
         *,
         eps: float = 1e-6,
+        norms: Sequence[nn.Module] = (),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -66,11 +70,19 @@ class Residual(nn.Module):
             self.strategy.site(index, num_sublayers, dim, eps=eps, device=device, dtype=dtype)
             for index in range(num_sublayers + 1)
         )
-        for index, site in enumerate(self.sites):
-            assert isinstance(site, Site)
-            site.index = index
+        for index in range(num_sublayers + 1):
+            self._place(index, norms)
         self.strategy.connect([self.site(index) for index in range(num_sublayers + 1)])
         self._listeners: list[Listener] = []
+
+    def _place(self, index: int, norms: Sequence[nn.Module]) -> None:
+        """Tell a site where it is, and of the norm that follows it."""
+        site, strategy = self.site(index), self.strategy
+        site.index, site.views = index, strategy.views(index, self.num_sublayers)
+        site.takes_norm = strategy.takes_norm(index, self.num_sublayers)
+        site.norm = (norms[index],) if index < len(norms) else ()
+        if site.takes_norm and not site.norm:
+            raise ConfigError(f"{strategy.label} applies the norm of sublayer {index} itself; give it with norms=")
 
     def reset_parameters(self) -> None:
         """Give the parameters of every site their initial values."""
@@ -101,8 +113,15 @@ class Residual(nn.Module):
         return self.strategy.write(state, module, output)
 
     def depth_weights(self, state: Any, site: int | Site) -> Tensor:
-        """Weights of the sources in the read at a site, ``[*batch, sources]``, oldest source first."""
-        return self.strategy.depth_weights(state, self.site(site))
+        """Weights of the state's tensors in the read at a site, oldest source first.
+
+        ``[*batch, sources]``; where a site has several views or weights differ between channels,
+        ``[*batch, views, sources, channels]``.
+        """
+        weights = self.strategy.read_weights(state, self.site(site))
+        batch = tensors(state)[0].shape[: -2 if isinstance(state, Streams) else -1]
+        weights = weights.expand(*batch, *weights.shape[-3:])
+        return weights[..., 0, :, 0] if weights.shape[-3] == weights.shape[-1] == 1 else weights
 
     def site(self, site: int | Site) -> Site:
         """The site at a place: 0 for the first sublayer's input, `OUTPUT` for the output read."""

@@ -1,7 +1,7 @@
 """The immutable state that flows through a model in place of the hidden-state tensor.
 
 Nothing is mutated and nothing is hidden: activation checkpointing, `torch.compile` and a pipeline can cut the model
-anywhere and pass the state on. Both kinds are pytrees, so utilities that look for tensors in arguments find them.
+anywhere and pass the state on. All kinds are pytrees, so utilities that look for tensors in arguments find them.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,19 @@ from attnres.ops import PartialSoftmax
 @final
 @dataclass(frozen=True)
 class RunningSum:
-    """State of the plain residual: one tensor, the sum of everything so far."""
+    """State of the plain residual and its relatives: one tensor, a weighted sum of everything so far."""
 
     hidden: Tensor
     """``[*batch, dim]``."""
+
+
+@final
+@dataclass(frozen=True)
+class Streams:
+    """State of the methods with several residual streams."""
+
+    hidden: Tensor
+    """``[*batch, streams, dim]``."""
 
 
 @final
@@ -60,6 +69,8 @@ class History:
     """Sum of the current block's outputs so far; absent (never zeros) at a block's first site."""
     ahead: Ahead | None = None
     """Phase 1 of the running block, where its reads are in two phases."""
+    last_read: Tensor | None = None
+    """What the site before this one read, where a query is made of that."""
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
@@ -67,9 +78,13 @@ class History:
         return self.finished if self.partial is None else (*self.finished, self.partial)
 
 
-State = RunningSum | History
+State = RunningSum | Streams | History
 
-for _state, _fields in ((RunningSum, ["hidden"]), (History, ["finished", "partial", "ahead"])):
+for _state, _fields in (
+    (RunningSum, ["hidden"]),
+    (Streams, ["hidden"]),
+    (History, ["finished", "partial", "ahead", "last_read"]),
+):
     pytree.register_dataclass(_state, field_names=_fields)
 
 

@@ -1,0 +1,1 @@
+"""Other residual schemes, each as one strategy."""
