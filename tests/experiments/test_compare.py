@@ -15,6 +15,7 @@ from attnres.experiments.presets import PRESETS, preset, small
 from attnres.experiments.run import run
 from attnres.optim import build_optimizer
 from attnres.residual import BlockAttnRes, FullAttnRes, PreNorm
+from attnres.residual.variants.cut_block import CutBlock
 from attnres.train import load_run_config, read_metrics
 from experiments.runs import dataset, small_run
 
@@ -177,6 +178,8 @@ def test_a_run_in_a_process_of_its_own_is_the_same_run(compared, tmp_path):
         ("block", BlockAttnRes(sublayers_per_block=4)),
         ("block:sublayers-per-block=3", BlockAttnRes(sublayers_per_block=3)),
         ("block:num_blocks=4,remainder=balanced", BlockAttnRes(num_blocks=4, remainder="balanced")),
+        ("cut-block:boundaries=2+5+9", CutBlock(boundaries=(2, 5, 9))),
+        ("cut-block:boundaries=12+,phases=one", CutBlock(boundaries=(12,), phases="one")),
     ],
     ids=str,
 )
@@ -187,12 +190,14 @@ def test_arms_are_words(word, strategy):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("mhc", "arm is 'mhc'; allowed: prenorm, full, block"),
+        ("mhd", "arm is 'mhd'; allowed: full, block, input-dependent"),
         ("block:size=4", "unknown key 'residual.size'; allowed: read_scale, phases, sublayers_per_block"),
         ("block:4", "allowed after the colon: key=value"),
         ("block:sublayers_per_block=0", "sublayers_per_block is 0"),
         ("block:num_blocks=2,sublayers_per_block=2", "give exactly one"),
         ("full:read_scale=max", "read_scale"),
+        ("cut-block:boundaries=5", "residual.boundaries is 5; allowed: a list of any number of a whole number"),
+        ("cut-block:boundaries=5+2", "boundaries is .5, 2.; allowed are whole numbers of 1 or more that rise"),
     ],
     ids=str,
 )

@@ -39,13 +39,14 @@ class Toy(nn.Module):
         return torch.tanh(self.linears[index](torch.cat(views, dim=-1))) * (1 + index % 3)
 
     def forward(self, embedding: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """All reads, the output read last, and all outputs."""
+        """All reads, the output read last, and all outputs (or what is written in their place)."""
         state = self.residual.start(embedding)
         reads, outputs = [], []
         for index in range(self.residual.num_sublayers):
             reads.append(self.residual.read(state, index))
-            outputs.append(self.sublayer(index, reads[-1]))
-            state = self.residual.write(state, index, outputs[-1])
+            output = self.sublayer(index, reads[-1])
+            outputs.append(self.residual.strategy.source_of(state, self.residual.site(index), output))
+            state = self.residual.write(state, index, output)
         return [*reads, self.residual.read(state, OUTPUT)], outputs
 
 

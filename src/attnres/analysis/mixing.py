@@ -62,7 +62,8 @@ def _product(weights: Tensor, content: Tensor) -> Tensor:
 def mixing_matrix(model: nn.Module, input_ids: Tensor, *, view: int = 0) -> Tensor:
     """The mixing matrix of every token, whatever the strategy.
 
-    ``h_site = sum_i M[site, i] * v_i`` with ``v_0`` the embedding and ``v_i`` the output of the i-th sublayer. Row
+    ``h_site = sum_i M[site, i] * v_i`` with ``v_0`` the embedding and ``v_i`` the output of the i-th sublayer, or what
+    the strategy writes in its place (`Strategy.source_of`; it differs for `ProjectedResidual` only). Row
     ``num_sublayers`` is the output read. A block's weight stands at each of its sublayers. Entries above the diagonal
     are zero. For a method with several streams it is the product of its maps (paper, section 6).
 

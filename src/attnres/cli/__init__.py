@@ -18,9 +18,11 @@ COMMANDS = {
     "eval": "validation loss of a trained model",
     "generate": "continue a prompt with a trained model",
     "report": "HTML report and table of a run or a comparison",
+    "strategies": "list every residual strategy with its rule and what it costs",
     "schedule": "print which sources each site reads",
     "data": "prepare text for training",
     "bench": "measure speed and memory: one read, all reads, whole models",
+    "conformance": "check any implementation against the definition",
 }
 
 

@@ -40,7 +40,7 @@ def _command(arguments: Sequence[str]) -> Any:
         where it is an arm, else the first arm.
 
         Args:
-            arms: Strategies: prenorm, full, block; with settings as in block:num_blocks=4,read_scale=sum.
+            arms: Strategies (see attnres strategies), with settings as in block:num_blocks=4,read_scale=sum.
             out: Folder to make, with one run folder per arm and seed.
             seeds: Number of seeds; arms are paired by seed, and three or more give an interval worth reading.
             preset: Where all other settings start from.

@@ -8,7 +8,8 @@ import tyro
 
 from attnres.cli.parsing import parse
 from attnres.errors import ConfigError
-from attnres.residual import BlockAttnRes, FullAttnRes, PreNorm, Strategy, reads
+from attnres.experiments.arms import parse_arm
+from attnres.residual import BlockAttnRes, Strategy, reads
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -19,7 +20,7 @@ def main(arguments: Sequence[str]) -> None:
 def schedule(
     *,
     layers: int,
-    residual: Literal["block", "full", "prenorm"] = "block",
+    residual: str = "block",
     sublayers_per_block: int | None = None,
     num_blocks: int | None = None,
     remainder: Literal["tail", "balanced"] = "tail",
@@ -31,7 +32,7 @@ def schedule(
 
     Args:
         layers: Decoder layers.
-        residual: Residual strategy.
+        residual: Residual strategy (see attnres strategies), with settings as in window:window=8.
         sublayers_per_block: Sublayers (not layers) summed into one source; give this or num-blocks.
         num_blocks: Number of blocks; give this or sublayers-per-block.
         remainder: Where a depth that does not divide goes: a short last block, or spread over all.
@@ -43,7 +44,7 @@ def schedule(
     else:
         given = {"sublayers-per-block": sublayers_per_block, "num-blocks": num_blocks}
         _refuse_block_settings(residual, given | {"remainder": None if remainder == "tail" else remainder})
-        strategy = FullAttnRes() if residual == "full" else PreNorm()
+        strategy = parse_arm(residual)
     schedule = reads(2 * layers, strategy)
     if as_json:
         print(json.dumps([[str(source) for source in sources] for sources in schedule]))

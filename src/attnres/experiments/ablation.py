@@ -87,8 +87,8 @@ def ablation(*, dataset: str = "bundled", steps: int = 400, seed: int = 0) -> Ru
 
 
 LEARNING_RATE = 8e-3
-"""Chosen for the baseline alone and shared by all arms: of 4e-3, 8e-3 and 1.6e-2 (validation loss 4.887, 4.789 and 4.782
-after 450 steps, seed 0) the lower of the two that are as good."""
+"""Chosen for the baseline alone and shared by all arms: of 4e-3, 8e-3 and 1.6e-2 (validation loss 4.887, 4.789 and
+4.782 after 450 steps, seed 0) the lower of the two that are as good."""
 
 
 def comparison(*, dataset: str = "bundled", seeds: int = 3, steps: int = 400) -> Comparison:

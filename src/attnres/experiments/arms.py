@@ -1,4 +1,4 @@
-"""Arms of a comparison as words: ``block``, or ``block:num_blocks=4,read_scale=sum``."""
+"""Arms of a comparison as words: ``block``, ``block:num_blocks=4``, or ``cut-block:boundaries=2+5+9``."""
 
 import re
 from typing import Any
@@ -15,7 +15,8 @@ def parse_arm(word: str) -> Strategy:
     """The strategy that a word stands for.
 
     Args:
-        word: A strategy's short name, optionally followed by ``:key=value`` pairs separated by commas.
+        word: A strategy's short name, optionally followed by ``:key=value`` pairs separated by commas. Several numbers
+            are joined by pluses; one alone, where several may stand, has a plus behind it.
 
     Raises:
         ConfigError: The name or a key is unknown, or a value is not allowed.
@@ -23,6 +24,8 @@ def parse_arm(word: str) -> Strategy:
     Examples:
         >>> parse_arm("block:num_blocks=4").label
         'Block AttnRes (N=4)'
+        >>> parse_arm("cut-block:boundaries=2+5+9").label
+        'Block AttnRes (cuts 2+5+9)'
     """
     name, _, settings = word.partition(":")
     if name not in STRATEGIES:
@@ -66,4 +69,6 @@ def _value(text: str) -> Any:
             return kind(text)
         except ValueError:
             pass
+    if re.fullmatch(r"\d+(\+\d+)*\+?", text):  # several whole numbers; one alone has a plus behind it
+        return [int(part) for part in text.split("+") if part]
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)

@@ -1,7 +1,8 @@
-"""Attention sublayers that take several reads: one each for the query, key and value projections.
+"""Attention sublayers whose projections a strategy has a part in: what they read, or how they are normalised.
 
-The sublayer stays Transformers' own. Its input is the reads side by side, ``[B, T, 3 D]``, and a hook before each
-projection takes the part that is meant for it.
+The sublayer stays Transformers' own. Where query, key and value each have their own read, its input is the reads side
+by side, ``[B, T, 3 D]``, and a hook before each projection takes the part that is meant for it. Where projections are
+normalised (HybridNorm), a hook behind each does that.
 """
 
 from functools import partial
@@ -12,20 +13,46 @@ from torch import Tensor, nn
 from attnres.errors import UnsupportedModelError
 from attnres.models.families import Family
 from attnres.residual import Site
+from attnres.residual.rivals.hybrid_norm import ProjectionNormSite
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def adapt_attention(site: Site, layer: nn.Module, family: Family) -> None:
-    """Give the projections of a layer's attention their own parts of the read, where the site has several.
+    """Give the projections of a layer's attention their own parts of the read, or their norms, where the site has any.
 
     Raises:
         UnsupportedModelError: The attention has no separate query, key and value projections.
     """
-    if site.views == 1:
-        return
-    for index, projection in enumerate(projections(layer, family)):
-        projection.register_forward_pre_hook(partial(_take_part, index=index, parts=len(PROJECTIONS)))
+    if site.views > 1:
+        for index, projection in enumerate(projections(layer, family)):
+            projection.register_forward_pre_hook(partial(_take_part, index=index, parts=len(PROJECTIONS)))
+    if isinstance(site, ProjectionNormSite):
+        _normalize_projections(site, layer, family)
+
+
+def check_attention(site: Site, layer: nn.Module, family: Family) -> None:
+    """Refuse an attention that `adapt_attention` could not adapt, before anything is changed.
+
+    Raises:
+        UnsupportedModelError: The attention has no separate query, key and value projections, and the site needs them.
+    """
+    if site.views > 1 or isinstance(site, ProjectionNormSite):
+        projections(layer, family)
+
+
+def _normalize_projections(site: ProjectionNormSite, layer: nn.Module, family: Family) -> None:
+    """Put a norm behind each projection, and freeze the norm before the attention if that is not applied any more.
+
+    Where the attention has a norm for a projection already (Qwen3: queries and keys), that one serves.
+    """
+    attention: Any = getattr(layer, family.attention)
+    for name, projection in zip(PROJECTIONS, projections(layer, family), strict=True):
+        if not hasattr(attention, name.replace("_proj", "_norm")):
+            site.add_norm(name, attention.head_dim)
+            projection.register_forward_hook(partial(_normalize, site=site, name=name))
+    if site.takes_norm:
+        getattr(layer, family.attention_norm).weight.requires_grad_(False)
 
 
 def projections(layer: nn.Module, family: Family) -> list[nn.Module]:
@@ -49,3 +76,10 @@ def _take_part(module: nn.Module, arguments: tuple[Tensor, ...], *, index: int, 
     del module
     (value,) = arguments
     return (value.unflatten(-1, (parts, -1))[..., index, :],)
+
+
+def _normalize(
+    module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor, *, site: ProjectionNormSite, name: str
+) -> Tensor:
+    del module, arguments
+    return site.normalize(name, output)

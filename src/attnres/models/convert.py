@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from attnres.errors import ConfigError, UnsupportedModelError
-from attnres.models.attention import adapt_attention
+from attnres.models.attention import adapt_attention, check_attention
 from attnres.models.classes import AttnResMixin, adopt
 from attnres.models.families import family_of, sublayer_norms
 from attnres.models.gain import scale_projections
@@ -82,6 +82,8 @@ def convert(model: Any, strategy: Strategy) -> Any:
         dtype=norm.weight.dtype,
     )
     prove(base, family)
+    for index, layer in enumerate(base.layers):
+        check_attention(residual.site(2 * index), layer, family)
     base.layers = nn.ModuleList(
         ResidualDecoderLayer(layer, family, residual, index) for index, layer in enumerate(base.layers)
     )

@@ -13,5 +13,5 @@ def scale_projections(model: nn.Module, gain: float) -> None:
         return
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if {part for part in name.split(".")[-2:]} & set(SCALED):
+            if not set(name.split(".")[-2:]).isdisjoint(SCALED):
                 parameter.mul_(gain)

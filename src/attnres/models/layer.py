@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from attnres.errors import UnsupportedModelError
 from attnres.models.families import Arguments, Family
 from attnres.residual import OUTPUT, Residual
 
@@ -20,7 +22,8 @@ class HiddenStateTap(nn.Module):
     """Passes a read on unchanged: the place where ``output_hidden_states`` listens.
 
     What flows between layers is a state, not a tensor, so Transformers' hooks on layers have nothing to record. Entry
-    ``k`` of the hidden states is what layer ``k`` reads before its norm (what its query projection reads, if it has several reads); the last is the model's final hidden state.
+    ``k`` of the hidden states is what layer ``k`` reads before its norm (where query, key and value each have a read,
+    the query's); the last is the model's final hidden state.
     """
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -62,6 +65,8 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         (residual,) = self._residual
         attention_site, mlp_site = self._sites
         attend, transform = self._compiled or (self._attend, self._transform)
+        if self.is_first and residual.strategy.crosses_tokens:
+            refuse_cached_step(residual, arguments)
         state = residual.start(hidden_states) if self.is_first else hidden_states
         hidden = residual.read(state, attention_site)
         self.tap(hidden if attention_site.views == 1 else hidden[..., 0, :])
@@ -106,6 +111,20 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, checkpoint: Callable[..., Any]) -> None:
         self._checkpoint = checkpoint
+
+
+def refuse_cached_step(residual: Residual, arguments: Arguments) -> None:
+    """Refuse to go on from a KV cache with a strategy that would need the earlier positions, which are gone.
+
+    Raises:
+        UnsupportedModelError: The cache holds earlier positions.
+    """
+    for cache in arguments.values():  # by its kind, since Transformers has renamed the argument
+        if isinstance(cache, Cache) and cache.get_seq_length() > 0:
+            raise UnsupportedModelError(
+                f"{residual.strategy.label} looks at other positions and keeps no cache of its own, but the KV cache "
+                f"holds {int(cache.get_seq_length())} of them; allowed is use_cache=False"
+            )
 
 
 def checkpoint_state(checkpoint: Callable[..., Any], function: Callable[[Any], Any], state: Any) -> Any:

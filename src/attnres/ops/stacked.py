@@ -2,7 +2,8 @@
 
 Depth attention itself has kernels that never stack its sources (`attnres.ops.depth_attention`). A variant whose query
 depends on the token, whose weights differ between channels, or whose values are normalised, is written with these.
-Everything is computed in float32 (float64 for float64 sources) whatever autocast says; who calls rounds once, at the end.
+Everything is computed in float32 (float64 for float64 sources) whatever autocast says; who calls rounds once, at the
+end.
 """
 
 from collections.abc import Sequence

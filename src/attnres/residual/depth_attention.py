@@ -81,7 +81,10 @@ class DepthAttentionStrategy(HistoryStrategy):
         ahead = None if state.ahead is None else state.ahead.after(site.index)
         if not site.closes_block:
             return History(state.finished, partial, ahead)
-        written = History((*state.finished, partial), None, ahead)
+        return self._ahead(History((*state.finished, partial), None, ahead), site)
+
+    def _ahead(self, written: History, site: DepthSite) -> History:
+        """The state after a site that closes a block, with phase 1 of the reads that come, if there is one."""
         if not site.upcoming:
             return written
         return look_ahead(

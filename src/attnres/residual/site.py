@@ -3,7 +3,7 @@
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Site(nn.Module):
@@ -65,6 +65,10 @@ class DepthSite(Site):
         """Set the pseudo-query to zeros and the key weight to ones."""
         nn.init.zeros_(self.pseudo_query)
         nn.init.ones_(self.key_weight)
+
+    def folded(self, dtype: torch.dtype) -> Tensor:
+        """What a normalised source is scored with: ``pseudo_query * key_weight``, multiplied in ``dtype``."""
+        return self.pseudo_query.to(dtype) * self.key_weight.to(dtype)
 
     def extra_repr(self) -> str:
         """Width, eps and whether the site's write completes a block."""

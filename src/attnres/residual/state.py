@@ -71,6 +71,8 @@ class History:
     """Phase 1 of the running block, where its reads are in two phases."""
     last_read: Tensor | None = None
     """What the site before this one read, where a query is made of that."""
+    extra: tuple[Tensor, ...] = ()
+    """What a variant keeps beside its sources: further sums, streams, gates."""
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
@@ -83,7 +85,7 @@ State = RunningSum | Streams | History
 for _state, _fields in (
     (RunningSum, ["hidden"]),
     (Streams, ["hidden"]),
-    (History, ["finished", "partial", "ahead", "last_read"]),
+    (History, ["finished", "partial", "ahead", "last_read", "extra"]),
 ):
     pytree.register_dataclass(_state, field_names=_fields)
 

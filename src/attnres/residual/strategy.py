@@ -34,6 +34,10 @@ class Strategy(ABC):
 
     tensors_at_start: ClassVar[int] = 1
     """How many tensors of the state are the embedding at the start; `Streams` count themselves."""
+    scores_every_tensor: ClassVar[bool] = False
+    """Whether a read looks at tensors of the state that then get no weight; they count as moved."""
+    crosses_tokens: ClassVar[bool] = False
+    """Whether a write looks at other positions, so that step-by-step decoding would need a cache of its own."""
     short_name: ClassVar[str]
     """The word for it on a command line."""
     formula: ClassVar[str]
@@ -94,6 +98,14 @@ class Strategy(ABC):
     @abstractmethod
     def write(self, state: Any, site: Site, output: Tensor) -> Any:
         """The state after a sublayer's output; the given state stays as it is."""
+
+    def source_of(self, state: Any, site: Site, output: Tensor) -> Tensor:
+        """What a write takes in: the output itself, unless the strategy first makes something else of it.
+
+        `write_weights` and the mixing matrix are in terms of this.
+        """
+        del state, site
+        return output
 
     @abstractmethod
     def read_weights(self, state: Any, site: Site) -> Tensor:

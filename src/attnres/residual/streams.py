@@ -1,7 +1,6 @@
 """Strategies whose state has a fixed number of streams: one running tensor, or a few that are mixed at every write."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,8 +75,8 @@ class SingleStream(Strategy):
 class MultiStream(Strategy):
     """Base of the strategies that carry m streams: ``h = pre^T X`` and ``X <- res X + post v^T``, X of m rows.
 
-    A derived class gives ``pre`` for a read, and ``res`` and ``post`` for a write, from the streams ``[*batch, m, dim]``,
-    each in float32 (float64 for float64 streams).
+    A derived class gives ``pre`` for a read, and ``res`` and ``post`` for a write, from the streams
+    ``[*batch, m, dim]``, each in float32 (float64 for float64 streams).
     """
 
     @property
@@ -91,7 +90,7 @@ class MultiStream(Strategy):
 
     @abstractmethod
     def res_post(self, streams: Tensor, site: Site, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights ``[*batch, m, m]`` of the streams (last axis) and ``[*batch, m]`` of the output in the next streams."""
+        """Weights of the streams ``[*batch, m, m]``, old ones last, and of the output ``[*batch, m]`` in the next."""
 
     def sources(self, site: int, num_sublayers: int) -> tuple[Source, ...]:
         """Every stream is a weighted sum of everything so far."""

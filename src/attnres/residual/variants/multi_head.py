@@ -59,7 +59,7 @@ class MultiHeadAttnRes(AttnResVariant):
         """One softmax per head: ``[*batch, 1, sources, heads]``."""
         del state
         assert isinstance(site, DepthSite)
-        query = (site.pseudo_query * site.key_weight).to(stacked.dtype).unflatten(-1, (self.heads, -1))
+        query = site.folded(stacked.dtype).unflatten(-1, (self.heads, -1))
         with torch.autocast(stacked.device.type, enabled=False):
             raw = stacked @ torch.block_diag(*query[:, :, None])
         if self.norm_per_head:

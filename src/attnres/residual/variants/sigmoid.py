@@ -44,7 +44,7 @@ class SigmoidAttnRes(AttnResVariant):
         """Sigmoid of the scores."""
         del state
         assert isinstance(site, DepthSite)
-        weights = scores(stacked, site.pseudo_query * site.key_weight, site.eps).sigmoid()
+        weights = scores(stacked, site.folded(stacked.dtype), site.eps).sigmoid()
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights[..., None, :, None]
