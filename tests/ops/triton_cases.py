@@ -14,7 +14,8 @@ from attnres.ops.triton.read import depth_attention
 from attnres.ops.triton.read_backward import depth_attention_backward
 from attnres.ops.triton.rows import row_stride, rows_of
 from attnres.ops.triton.support import implement
-from ops.triton_interpreter import nan_filled, repair_interpreter
+from attnres.testing.interpreter import repair
+from ops.triton_interpreter import nan_filled
 from ops.triton_reference import gradients, leaf, norm, phase_one, phase_two, read
 
 EPS, SCALE, NORM_EPS = 1e-3, 1.75, 1e-2
@@ -51,7 +52,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True, scope="session")
 def repaired():
-    repair_interpreter()
+    repair()
 
 
 @pytest.fixture(autouse=True)
