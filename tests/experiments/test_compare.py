@@ -179,7 +179,7 @@ def test_a_run_in_a_process_of_its_own_is_the_same_run(compared, tmp_path):
         ("block:sublayers-per-block=3", BlockAttnRes(sublayers_per_block=3)),
         ("block:num_blocks=4,remainder=balanced", BlockAttnRes(num_blocks=4, remainder="balanced")),
         ("cut-block:boundaries=2+5+9", CutBlock(boundaries=(2, 5, 9))),
-        ("cut-block:boundaries=12+,phases=one", CutBlock(boundaries=(12,), phases="one")),
+        ("cut-block:boundaries=12,phases=one", CutBlock(boundaries=(12,), phases="one")),
     ],
     ids=str,
 )
@@ -196,7 +196,8 @@ def test_arms_are_words(word, strategy):
         ("block:sublayers_per_block=0", "sublayers_per_block is 0"),
         ("block:num_blocks=2,sublayers_per_block=2", "give exactly one"),
         ("full:read_scale=max", "read_scale"),
-        ("cut-block:boundaries=5", "residual.boundaries is 5; allowed: a list of any number of a whole number"),
+        ("block:num_blocks=2,num_blocks=3", "allowed is each setting once"),
+        ("prenorm:x=1", "arm 'prenorm:x=1': unknown key 'residual.x'; allowed: none"),
         ("cut-block:boundaries=5+2", "boundaries is .5, 2.; allowed are whole numbers of 1 or more that rise"),
     ],
     ids=str,
@@ -208,6 +209,7 @@ def test_a_wrong_arm_is_told_in_one_line(word, message):
 
 def test_folders_of_different_arms_differ(data):
     assert arm_folder("block:num_blocks=4", 1) == "block-num-blocks-4-seed1"
+    assert arm_folder("wav:bias=-4", 0) != arm_folder("wav:bias=4", 0)
     base = small_run(data)
     for arms in ((), ("full", "full"), ("block:num_blocks=1", "block:num-blocks=1")):
         with pytest.raises(ConfigError, match="arms are"):

@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM
 from attnres.errors import UnsupportedModelError
 from attnres.models import build, convert
 from attnres.residual import OUTPUT
+from attnres.residual.rivals.hybrid_norm import HybridNorm
 from attnres.residual.rivals.muddformer import MUDDFormer
+from attnres.residual.variants.inkling2 import Inkling2
 from models.small import CONFIGS
 
 TOKENS = torch.tensor([[5, 9, 2, 40, 17, 3], [1, 1, 8, 60, 33, 95]])
@@ -142,5 +144,20 @@ def test_conversion_to_three_reads_starts_as_the_same_function(family):
 
 def test_an_attention_without_three_projections_is_refused_by_name():
     torch.manual_seed(0)
-    with pytest.raises(UnsupportedModelError, match=r"Kimi Linear attention .* has no separate q_proj, k_proj, v_proj"):
+    with pytest.raises(UnsupportedModelError, match=r"Kimi Linear attention .* is not just q_proj, k_proj, v_proj"):
         build(CONFIGS["kimi_linear"](), MUDDFormer())
+
+
+@pytest.mark.parametrize("strategy", [MUDDFormer(), Inkling2(), HybridNorm()], ids=lambda strategy: strategy.short_name)
+def test_an_attention_that_also_gates_by_its_input_is_refused_and_the_model_stays_as_it_was(strategy):
+    """Kimi Delta Attention has the three projections, and gates that would get the reads side by side."""
+    plain = AutoModelForCausalLM.from_config(CONFIGS["kimi_linear"](layers=2)).eval()
+    before, ids = type(plain), torch.tensor([[5, 9, 2]])
+    with torch.no_grad():
+        expected = plain(ids, use_cache=False).logits
+    with pytest.raises(UnsupportedModelError, match=r"Kimi Linear attention \(KimiLinearDeltaAttention\) is not just"):
+        convert(plain, strategy)
+    assert type(plain) is before
+    assert all(parameter.requires_grad for parameter in plain.parameters())
+    with torch.no_grad():
+        assert torch.equal(plain(ids, use_cache=False).logits, expected)

@@ -7,16 +7,18 @@ from attnres.errors import ConfigError
 from attnres.models import build
 from attnres.residual import OUTPUT, BlockAttnRes, FullAttnRes, PreNorm
 from attnres.residual.rivals.denseformer import DenseFormer
+from attnres.residual.variants.cut_block import CutBlock
 from attnres.residual.variants.input_dependent import InputDependentQuery
 from attnres.residual.variants.input_independent import InputIndependentMixing
 from attnres.residual.variants.multi_head import MultiHeadAttnRes
 from attnres.residual.variants.no_key_norm import NoKeyNorm
 from attnres.residual.variants.sigmoid import SigmoidAttnRes
+from attnres.residual.variants.wav import WAV
 from attnres.residual.variants.window import SlidingWindow
 from models.small import llama
 from peers import fla_naive
 from strategies.cases import case_id, cases
-from strategies.toy import DIM, EPS, SUBLAYERS, toy
+from strategies.toy import DIM, EPS, SUBLAYERS, Toy, toy
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -215,6 +217,12 @@ def test_denseformer_starts_as_prenorm():
         (lambda: InputDependentQuery(query_from="x"), "query_from is 'x'"),
         (lambda: InputIndependentMixing(normalization="l1"), "normalization is 'l1'"),
         (lambda: SlidingWindow(window=0), "window is 0"),
+        (lambda: SlidingWindow(window=2.0), "window is 2.0; allowed is a whole number"),
+        (lambda: SigmoidAttnRes(renormalize="false"), "renormalize is 'false'; allowed is true or false"),
+        (lambda: WAV(bias=float("nan")), "bias is nan; allowed is a finite number"),
+        (lambda: WAV(bias="-4"), "bias is '-4'; allowed is a finite number"),
+        (lambda: CutBlock(boundaries=(2, True)), "allowed are whole numbers"),
+        (lambda: toy(DenseFormer(sublayers_per_average=9)), "sublayers_per_average is 9; allowed is up to 8"),
         (lambda: SlidingWindow(window=True), "window is True"),
         (lambda: MultiHeadAttnRes(heads=0), "heads is 0"),
         (lambda: toy(MultiHeadAttnRes(heads=3)), "heads is 3; allowed is a divisor of the width, which is 8"),
@@ -226,3 +234,43 @@ def test_denseformer_starts_as_prenorm():
 def test_refusals(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_boundaries_may_be_a_list_as_json_has_them():
+    assert CutBlock(boundaries=[2, 5]) == CutBlock(boundaries=(2, 5))
+    hash(CutBlock(boundaries=[2, 5]))
+
+
+def test_denseformer_averages_in_float32_and_rounds_once():
+    model = toy(DenseFormer(sublayers_per_average=1), dtype=torch.bfloat16, scramble=0.3)
+    state = model.residual.start(embedding().bfloat16())
+    with torch.no_grad():
+        for index in range(SUBLAYERS):
+            state = model.residual.write(state, index, embedding().bfloat16())
+            weights = model.residual.site(index).state_weight.double()
+            exact = sum(weight * state_.double() for weight, state_ in zip(weights, state.finished, strict=True))
+            assert ((state.hidden.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-4).all()
+
+
+@pytest.mark.parametrize("strategy", cases(), ids=case_id)
+def test_a_read_has_the_same_bits_with_and_without_gradients(strategy):
+    model, first = toy(strategy, dtype=torch.float32), embedding().float()
+    with torch.no_grad():
+        expected, _ = model(first)
+    for ours, theirs in zip(model(first)[0], expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("strategy", cases(), ids=case_id)
+def test_resetting_every_module_gives_the_values_it_was_made_with(strategy):
+    torch.manual_seed(0)
+    model = Toy(strategy)
+    expected = {name: value.clone() for name, value in model.residual.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.residual.parameters():
+            parameter.fill_(float("nan"))
+    for module in model.residual.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for name, value in model.residual.state_dict().items():
+        assert torch.equal(value, expected[name]), name

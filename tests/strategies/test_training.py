@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from attnres.experiments.models import build_model
 from attnres.experiments.presets import tiny
 from attnres.experiments.run import run
+from attnres.models import build
 from attnres.residual import STRATEGIES
 from attnres.train import load_weights
 from strategies.cases import SETTINGS, case_id, cases
@@ -125,3 +127,13 @@ def test_compiles_without_a_graph_break_and_computes_the_same(strategy, novel):
 def test_settings_survive_json(strategy, novel):
     config = small_run(novel, strategy)
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("strategy", cases(), ids=case_id)
+def test_a_model_is_built_again_from_the_config_it_saved(strategy, novel, tmp_path):
+    model = build_model(small_run(novel, strategy))
+    model.config.save_pretrained(tmp_path)
+    again = build(AutoConfig.from_pretrained(tmp_path), strategy)
+    assert {name: value.shape for name, value in again.state_dict().items()} == {
+        name: value.shape for name, value in model.state_dict().items()
+    }

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnres.errors import ConfigError
 from attnres.models.modes import evaluating
 from attnres.residual import Residual, Streams
 from attnres.residual.state import tensors
@@ -76,8 +77,14 @@ def mixing_matrix(model: nn.Module, input_ids: Tensor, *, view: int = 0) -> Tens
         ``[batch, tokens, num_sublayers + 1, num_sublayers + 1]``; where weights differ between channels,
         ``[batch, tokens, num_sublayers + 1, num_sublayers + 1, channels]``, with as many channels as there are groups,
         or the width.
+
+    Raises:
+        ConfigError: No site has such a view.
     """
     residual = residual_of(model)
+    most = max(residual.site(index).views for index in range(residual.num_sublayers))
+    if view not in range(most):
+        raise ConfigError(f"view is {view}; allowed is 0 to {most - 1}, the reads that a site of this model has")
     listener = MixingListener(residual)
     with evaluating(model), torch.no_grad(), residual.listen(listener):
         model(input_ids=input_ids, use_cache=False)

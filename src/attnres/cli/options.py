@@ -41,6 +41,11 @@ def residual_default(arguments: Sequence[str], default: Strategy) -> tuple[str, 
     if name is None:
         return default.short_name, default
     if name not in STRATEGIES:
+        word, colon, _ = name.partition(":")
+        if colon and word in STRATEGIES:
+            raise ConfigError(
+                f"residual is {name!r}; allowed is the word {word!r} alone, settings are --residual.* options"
+            )
         raise ConfigError(f"residual is {name!r}; allowed: {', '.join(STRATEGIES)}")
     by_count = any(argument.split("=")[0].replace("_", "-") == "--residual.num-blocks" for argument in arguments)
     return name, strategy_of(name, {"num_blocks": 1} if by_count and name == "block" else {})

@@ -39,11 +39,12 @@ def schedule(
         as_json: Print JSON instead of lines.
     """
     strategy: Strategy
-    if residual == "block":
+    if residual == "block" and (sublayers_per_block or num_blocks):
         strategy = BlockAttnRes(sublayers_per_block=sublayers_per_block, num_blocks=num_blocks, remainder=remainder)
     else:
-        given = {"sublayers-per-block": sublayers_per_block, "num-blocks": num_blocks}
-        _refuse_block_settings(residual, given | {"remainder": None if remainder == "tail" else remainder})
+        if residual != "block":
+            given = {"sublayers-per-block": sublayers_per_block, "num-blocks": num_blocks}
+            _refuse_block_settings(residual, given | {"remainder": None if remainder == "tail" else remainder})
         strategy = parse_arm(residual)
     schedule = reads(2 * layers, strategy)
     if as_json:

@@ -8,6 +8,7 @@ import tyro
 
 from attnres.cli.console import wide_console
 from attnres.cli.parsing import parse
+from attnres.errors import ConfigError
 from attnres.experiments.catalog import Entry, catalog, catalog_markdown
 
 
@@ -35,6 +36,8 @@ def strategies(
         as_json: Print JSON, with settings and their defaults.
         markdown: Print a Markdown table.
     """
+    if as_json and markdown:
+        raise ConfigError("both --json and --markdown are given; allowed is one of them")
     entries = catalog(num_sublayers=2 * layers, dim=hidden_size)
     if as_json:
         print(json.dumps([entry.to_dict() for entry in entries], indent=2))
@@ -62,8 +65,9 @@ def _table(entries: Sequence[Entry], layers: int, hidden_size: int) -> Any:
         if entry.group != group:
             group = entry.group
             table.add_row(f"[bold]{group}[/bold]")
-        numbers = (f"{entry.parameters:,}", f"{entry.state:.4g}", f"{entry.moved:.3g}")
-        table.add_row(entry.name, _escaped(entry.formula), *numbers, entry.citation)
+        table.add_row(entry.name, _escaped(entry.formula), *entry.numbers, entry.citation)
+        if entry.problem is not None:
+            table.add_row("", f"[dim]does not fit: {_escaped(entry.problem)}[/dim]")
     return table
 
 

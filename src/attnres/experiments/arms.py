@@ -1,7 +1,7 @@
 """Arms of a comparison as words: ``block``, ``block:num_blocks=4``, or ``cut-block:boundaries=2+5+9``."""
 
 import re
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from attnres.errors import ConfigError
 from attnres.residual import STRATEGIES, BlockAttnRes, Strategy
@@ -16,7 +16,7 @@ def parse_arm(word: str) -> Strategy:
 
     Args:
         word: A strategy's short name, optionally followed by ``:key=value`` pairs separated by commas. Several numbers
-            are joined by pluses; one alone, where several may stand, has a plus behind it.
+            are joined by pluses.
 
     Raises:
         ConfigError: The name or a key is unknown, or a value is not allowed.
@@ -30,8 +30,14 @@ def parse_arm(word: str) -> Strategy:
     name, _, settings = word.partition(":")
     if name not in STRATEGIES:
         raise ConfigError(f"arm is {word!r}; allowed: {', '.join(STRATEGIES)}, each with settings as in NAME:key=value")
-    given = dict(_setting(word, part) for part in settings.split(",") if part)
-    return strategy_of(name, given)
+    pairs = [_setting(word, part) for part in settings.split(",") if part]
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        raise ConfigError(f"arm is {word!r}; allowed is each setting once")
+    try:
+        return strategy_of(name, given)
+    except ConfigError as error:
+        raise ConfigError(f"arm {word!r}: {error}") from error
 
 
 def strategy_of(name: str, settings: dict[str, Any]) -> Strategy:
@@ -41,6 +47,9 @@ def strategy_of(name: str, settings: dict[str, Any]) -> Strategy:
         ConfigError: A key is unknown, or a value is not allowed.
     """
     cls = STRATEGIES[name]
+    hints = get_type_hints(cls)
+    several = {key for key in settings if get_origin(hints.get(key)) is tuple and isinstance(settings[key], int)}
+    settings = {key: [value] if key in several else value for key, value in settings.items()}
     defaults = {} if {"sublayers_per_block", "num_blocks"} & settings.keys() else DEFAULTS.get(name, {})
     config = RunConfig.from_dict({"residual": {"type": cls.__name__, **defaults, **settings}})
     return config.residual
@@ -53,7 +62,8 @@ def arm_folder(word: str, seed: int) -> str:
         >>> arm_folder("block:num_blocks=4", 0)
         'block-num-blocks-4-seed0'
     """
-    return f"{re.sub('[^A-Za-z0-9.]+', '-', word).strip('-')}-seed{seed}"
+    told_apart = word.replace("=-", "=minus-")
+    return f"{re.sub('[^A-Za-z0-9.]+', '-', told_apart).strip('-')}-seed{seed}"
 
 
 def _setting(word: str, part: str) -> tuple[str, Any]:
@@ -69,6 +79,6 @@ def _value(text: str) -> Any:
             return kind(text)
         except ValueError:
             pass
-    if re.fullmatch(r"\d+(\+\d+)*\+?", text):  # several whole numbers; one alone has a plus behind it
-        return [int(part) for part in text.split("+") if part]
+    if re.fullmatch(r"\d+(\+\d+)+", text):
+        return [int(part) for part in text.split("+")]
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)

@@ -55,7 +55,11 @@ class Comparison:
             raise ConfigError(f"arms are {list(self.arms)}; two of them have the same folder name")
         depth = 2 * hf_config(self.base.model, self.base.data).num_hidden_layers
         for arm in self.arms:
-            reads(depth, parse_arm(arm))
+            strategy = parse_arm(arm)
+            try:
+                reads(depth, strategy)
+            except ConfigError as error:
+                raise ConfigError(f"arm {arm!r}: {error}") from error
 
     @property
     def baseline(self) -> str:

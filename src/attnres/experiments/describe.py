@@ -26,7 +26,9 @@ class Plan:
     state_bytes: int
     """Weights, gradients and optimizer state in float32 (AdamW has two moments, Muon one); activations come on top."""
     flops_per_token: float
-    """Forward and backward: six per weight that multiplies, and ``6 * layers * context * dim`` for causal attention."""
+    """Forward and backward: six per weight that multiplies, the residual path's matrices among them, and
+    ``6 * layers * context * dim`` for causal attention. Mixing, a few operations per number moved, is not counted, nor
+    is attention that a residual scheme has of its own."""
 
 
 def describe(config: RunConfig) -> Plan:
@@ -40,6 +42,7 @@ def describe(config: RunConfig) -> Plan:
         model = build(shape, config.residual, dtype=torch.float32)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    matrices += sum(p.numel() for p in model.base_model.residual.parameters() if sum(n > 1 for n in p.shape) > 1)
     by_role = {str(group["name"]): sum(p.numel() for _, p in group["params"]) for group in param_groups(model, lr=1.0)}
     saved_by_muon = by_role.get("matrix", 0) if config.optim.optimizer == "muon" else 0
     attention = 6.0 * shape.num_hidden_layers * config.data.context * shape.hidden_size

@@ -16,6 +16,8 @@ from attnres.residual import Site
 from attnres.residual.rivals.hybrid_norm import ProjectionNormSite
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+OUTPUT_AND_NORMS = ("o_proj", "q_norm", "k_norm", "sinks")
+"""What an attention may have besides its projections that does not read the sublayer's input."""
 
 
 def adapt_attention(site: Site, layer: nn.Module, family: Family) -> None:
@@ -64,9 +66,10 @@ def projections(layer: nn.Module, family: Family) -> list[nn.Module]:
     attention: Any = getattr(layer, family.attention)
     named = [getattr(attention, name, None) for name in PROJECTIONS]
     found: list[nn.Module] = [module for module in named if isinstance(module, nn.Linear)]
-    if len(found) < len(named):
+    others = {name.split(".")[0] for name, _ in attention.named_parameters()} - {*PROJECTIONS, *OUTPUT_AND_NORMS}
+    if len(found) < len(named) or others:  # what else reads the input, such as gates, would get all parts of it
         raise UnsupportedModelError(
-            f"{family.name} attention ({type(attention).__name__}) has no separate {', '.join(PROJECTIONS)}, "
+            f"{family.name} attention ({type(attention).__name__}) is not just {', '.join(PROJECTIONS)} and an output, "
             "which this strategy needs; allowed are families that have them, such as Llama and Qwen3"
         )
     return found

@@ -53,9 +53,11 @@ def build(config: PreTrainedConfig, strategy: Strategy, *, dtype: torch.dtype | 
 def convert(model: Any, strategy: Strategy) -> Any:
     """Give a Hugging Face decoder a residual strategy, in place, sharing all its weights.
 
-    Names of the base parameters do not change. With zero pseudo-queries (as they start) and the default read scale of
-    conversion, ``"sum"``, every hidden value is the residual sum, so the converted model is the same function as before
-    (to rounding). Before anything is replaced, one layer of each kind is run against its decomposition.
+    Names of the base parameters do not change. For the strategies that start as PreNorm does, Full and Block AttnRes
+    among them, the converted model is the same function as before (to rounding): with zero pseudo-queries (as they
+    start) and the default read scale of conversion, ``"sum"``, every hidden value is the residual sum. Others, such as
+    PostNorm, make another function of the same weights; docs/strategies.md says which. Before anything is replaced,
+    one layer of each kind is run against its decomposition.
 
     Args:
         model: A `PreTrainedModel` of a supported family, with or without its language-model head.
@@ -102,7 +104,11 @@ def describe_strategy(strategy: Strategy) -> dict[str, Any]:
 
     Without ``phases``, which is how the reads are computed and not what they are.
     """
-    settings = {name: value for name, value in vars(strategy).items() if name != "phases"}
+    settings = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in vars(strategy).items()
+        if name != "phases"
+    }
     return {"type": type(strategy).__name__, **settings}
 
 

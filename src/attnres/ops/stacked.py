@@ -54,8 +54,11 @@ def mix(stacked: Tensor, weights: Tensor) -> Tensor:
     weights = weights.to(stacked.dtype)
     channels, dim = weights.shape[-1], stacked.shape[-1]
     if channels == 1:
+        rows = weights[..., 0].expand(
+            *stacked.shape[:-2], -1, -1
+        )  # one path of matmul, whether gradients are wanted or not
         with torch.autocast(stacked.device.type, enabled=False):
-            mixed = weights[..., 0] @ stacked
+            mixed = rows @ stacked
     elif channels == dim:
         mixed = (weights * stacked[..., None, :, :]).sum(-2)
     else:

@@ -27,6 +27,7 @@ class HistoryStrategy(Strategy):
     queries is the residual sum. None: ``"mean"`` when a model is built, ``"sum"`` when a trained one is converted."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.read_scale not in (None, "mean", "sum"):
             raise ConfigError(f'read_scale is {self.read_scale!r}; allowed are "mean" and "sum"')
 

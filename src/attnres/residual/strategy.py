@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attnres.residual.schedule import Source
+from attnres.residual.settings import check_settings
 from attnres.residual.site import Site
 
 ReadScale = Literal["mean", "sum"]
@@ -44,6 +45,9 @@ class Strategy(ABC):
     """Its rule in one line, for tables: h the read, v an output, x what the state holds."""
     citation: ClassVar[str]
     """Where it comes from."""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     @property
     @abstractmethod

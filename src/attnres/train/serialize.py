@@ -45,7 +45,7 @@ def from_dict(cls: type[T], data: Any, *, unions: Unions, path: str = "") -> T:
     known = {field.name: field for field in fields(cls)}  # pyright: ignore[reportArgumentType]
     for key in data:
         if key not in known:
-            raise ConfigError(f"unknown key {_join(path, key)!r}; allowed: {', '.join(known)}")
+            raise ConfigError(f"unknown key {_join(path, key)!r}; allowed: {', '.join(known) or 'none'}")
     for name, field in known.items():
         if name not in data and field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(f"key {_join(path, name)!r} is missing")

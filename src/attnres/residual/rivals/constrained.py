@@ -64,6 +64,9 @@ class StreamSite(Site):
     of `map_weight` are in the order pre, post, mixing.
     """
 
+    reads_evenly: bool = False
+    """Whether a read starts with equal weights of the streams instead of one stream mainly."""
+
     def __init__(self, dim: int, streams: int, mixing: Tensor, place: int, *, eps: float, device: Any, dtype: Any):
         super().__init__()
         self.eps, self.streams, self.place, self.initial_mixing = eps, streams, place, mixing
@@ -84,6 +87,8 @@ class StreamSite(Site):
             for bias in (self.pre_bias, self.post_bias):
                 bias.fill_(-1.0)
                 bias[self.place % self.streams] = 1.0
+            if self.reads_evenly:
+                self.pre_bias.zero_()
             self.res_bias.copy_(self.initial_mixing)
 
     def logits(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:

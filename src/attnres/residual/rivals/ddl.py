@@ -52,6 +52,7 @@ class DeepDeltaLearning(MultiStream):
     """Width of a tanh layer before the gate; 0 for a single projection."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, least in (("streams", 1), ("beta_hidden", 0)):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:

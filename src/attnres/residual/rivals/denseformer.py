@@ -65,6 +65,7 @@ class DenseFormer(Strategy):
     """Sublayers between averages; 2 averages after every decoder layer, as DenseFormer does."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         count = self.sublayers_per_average
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"sublayers_per_average is {count!r}; allowed is a whole number of 1 or more")
@@ -75,8 +76,15 @@ class DenseFormer(Strategy):
         return "DenseFormer"
 
     def site(self, index: int, num_sublayers: int, dim: int, *, eps: float, device: Any, dtype: Any) -> Site:
-        """A site with weights where a layer ends, and without elsewhere."""
+        """A site with weights where a layer ends, and without elsewhere.
+
+        Raises:
+            ConfigError: The model ends before the first average.
+        """
         del dim, eps
+        if self.sublayers_per_average > num_sublayers:
+            seen, most = self.sublayers_per_average, num_sublayers
+            raise ConfigError(f"sublayers_per_average is {seen}; allowed is up to {most} (the number of sublayers)")
         number, rest = divmod(index + 1, self.sublayers_per_average)
         if index == num_sublayers or rest:
             return Site()
@@ -103,9 +111,9 @@ class DenseFormer(Strategy):
             return States(state.finished, hidden)
         finished = (*state.finished, hidden)
         weight = site.state_weight.to(torch.promote_types(hidden.dtype, torch.float32))
-        total = weight[0] * finished[0]
+        total = weight[0] * finished[0].to(weight.dtype)
         for index in range(1, len(finished)):
-            total = total + weight[index] * finished[index]
+            total = total + weight[index] * finished[index].to(weight.dtype)
         return States(finished, total.to(hidden.dtype))
 
     def read_weights(self, state: States, site: Site) -> Tensor:

@@ -63,6 +63,7 @@ class Highway(SingleStream):
     """Where the bias starts; the paper's is negative. None: ``-log(l)`` for the l-th sublayer, PreNorm's function."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.per_channel, bool):
             raise ConfigError(f"per_channel is {self.per_channel!r}; allowed are True and False")
         value = self.gate_bias

@@ -70,6 +70,7 @@ class HybridNorm(SingleStream):
     """HybridNorm*: the first decoder layer is pre-norm."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.first_prenorm, bool):
             raise ConfigError(f"first_prenorm is {self.first_prenorm!r}; allowed are True and False")
 

@@ -50,6 +50,7 @@ class Keel(SingleStream):
     """By how much the stream is amplified before an output is added. None: the number of sublayers, as published."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         value = self.alpha
         if value is None:
             return

@@ -60,6 +60,7 @@ class Laurel(SingleStream):
     """``"softmax"``: the two sum to one. ``"sigmoid"``: each is between 0 and 1. ``"none"``: free, 1 at the start."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.normalization not in ("softmax", "sigmoid", "none"):
             raise ConfigError(f'normalization is {self.normalization!r}; allowed are "softmax", "sigmoid" and "none"')
 

@@ -46,6 +46,7 @@ class LayerScale(SingleStream):
     """Where the factors start. None: by depth, as published: 0.1 up to 18 layers, 1e-5 up to 24, 1e-6 beyond."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         value = self.init
         if value is None:
             return

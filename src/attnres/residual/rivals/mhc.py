@@ -42,6 +42,7 @@ class ManifoldHyperConnections(ConstrainedStreams):
     """How the streams become the output read: ``"sum"``, or ``"learned"`` weights of the form of ``pre``."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("streams", "sinkhorn_iterations"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

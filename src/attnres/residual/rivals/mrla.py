@@ -47,6 +47,7 @@ class LayerAttention(Strategy):
     """Taps of the filters along the channels, an odd number; None for the rule of ECA, near (log2 D + 1) / 2."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.form not in get_args(Form):
             raise ConfigError(f'form is {self.form!r}; allowed are "base" and "light"')
         for name, value in (("heads", self.heads), ("taps", self.taps)):

@@ -44,6 +44,7 @@ class MUDDFormer(Strategy):
     """Width of the MLP of the output read in multiples of its weights; the others have as many as weights."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         factor = self.last_expansion
         if isinstance(factor, bool) or not isinstance(factor, int) or factor < 1:
             raise ConfigError(f"last_expansion is {factor!r}; allowed is a whole number of 1 or more")

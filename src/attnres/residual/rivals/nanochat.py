@@ -79,6 +79,7 @@ class NanochatResidual(Strategy):
     """Whether the output read takes out some of the stream at half depth."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.back_out, bool):
             raise ConfigError(f"back_out is {self.back_out!r}; allowed are True and False")
 

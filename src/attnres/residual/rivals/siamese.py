@@ -63,6 +63,7 @@ class SiameseNorm(Strategy):
     """Whether outputs enter the post-norm stream divided by the square root of twice the layer's number."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.depth_scaling, bool):
             raise ConfigError(f"depth_scaling is {self.depth_scaling!r}; allowed are True and False")
 

@@ -23,6 +23,7 @@ class BlockStreamSite(DepthSite):
         else:
             mixing = (UNLIKELY * (1 - torch.eye(streams, device="cpu"))).flatten()
             self.maps = StreamSite(dim, streams, mixing, place, eps=eps, device=device, dtype=dtype)
+            self.maps.reads_evenly = True
         if not self.pseudo_query.is_meta:
             self.reset_parameters()
 
@@ -35,4 +36,3 @@ class BlockStreamSite(DepthSite):
                 self.post_bias[self.place % self.streams] = 1.0
             else:
                 self.maps.reset_parameters()
-                self.maps.pre_bias.zero_()

@@ -42,7 +42,8 @@ class DeltaAttnRes(AttnResVariant):
     Delta Block). The softmax also runs over a null source with the value zero, so a read may add nothing. Their code
     has it as a learned vector that starts at zero and is both key and value; here its value stays zero and its score
     is zero or learned. Their code offers the embedding from the second read on; here the first read has it too, which
-    changes the length of that read and not its direction. It starts as the residual sum plus a mean, not as PreNorm.
+    changes the length of that read and not its direction. It starts as the residual sum plus a mean: without blocks
+    that is PreNorm's function up to the norms' eps, since the deltas sum to x; with blocks the running one is missing.
 
     ``read_scale`` is without effect: the running sum is part of every read.
 

@@ -58,7 +58,7 @@ class Hybrid(FusedVariant):
         first = self.first_sublayer
         running = Source(embedding=True, first=0, stop=min(site, first))
         later = block_sources(max(site, first), (first, *self.block_ends(num_sublayers)))
-        return (running, *(each for each in later if each.first >= first and not each.embedding))
+        return (running, *(each for each in later if each.stop > each.first >= first))
 
     def site(self, index: int, num_sublayers: int, dim: int, *, eps: float, device: Any, dtype: Any) -> Any:
         """As of AttnRes; below ``first_sublayer`` without parameters."""
