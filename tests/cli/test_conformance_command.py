@@ -41,7 +41,7 @@ def test_the_example_of_the_page_passes_and_its_parts_are_counted(mine, capsys, 
     assert call("--adapter", mine, "--json", tmp_path / "out.json") == 0
     printed = capsys.readouterr().out
     assert "schedule.members" in printed
-    assert " 0 fail, 4 n/a" in printed
+    assert " 0 fail, 6 n/a" in printed
     (verdicts,) = json.loads((tmp_path / "out.json").read_text())["adapters"]
     assert {outcome["where"] for outcome in verdicts["outcomes"] if outcome["status"] == "n/a"} == {
         "no form for several queries",
@@ -59,7 +59,7 @@ def test_a_fault_gives_exit_status_1_with_the_number_seen_and_expected(mine, cap
 def test_json_goes_to_standard_output_alone(capsys):
     assert call("--adapter", "reference", "--check", "schedule", "--json", "-") == 0
     made = json.loads(capsys.readouterr().out)
-    assert [outcome["status"] for outcome in made["adapters"][0]["outcomes"]] == ["pass"] * 3
+    assert [outcome["status"] for outcome in made["adapters"][0]["outcomes"]] == ["pass"] * 5
     assert set(made["versions"]) == {"attnres", "torch"}
 
 
@@ -87,6 +87,27 @@ def test_all_names_what_cannot_run_here(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert call("--all", "--check", "init") == 0
     assert "not run: fla-fused (needs a GPU)" in capsys.readouterr().out
+
+
+def test_targets_are_checked_before_anything_is_run(mine, capsys, tmp_path):
+    (tmp_path / "plain.md").write_text("nothing")
+    for option, target, message in (
+        ("--json", tmp_path, "which is a folder"),
+        ("--json", tmp_path / "none" / "out.json", "there is no folder"),
+        ("--page", tmp_path / "none.md", "there is no such file"),
+        ("--page", tmp_path / "plain.md", "has no place for verdicts"),
+    ):
+        assert message in fails(capsys, "--adapter", mine, option, target)
+
+
+def test_only_what_follows_from_the_paper_can_be_asked_for(mine, capsys):
+    assert call("--adapter", mine, "--check", "dtype.result", "value.eps") == 0
+    printed = capsys.readouterr().out
+    assert "dtype.result*" in printed
+    assert "* a promise of attnres beyond the paper's formulas" in printed
+    assert "\nmine, held to kimi" in printed
+    assert call("--list", "--check", "definition") == 0
+    assert "contract" not in capsys.readouterr().out
 
 
 def test_mistakes_are_told_in_one_line(mine, capsys, monkeypatch):

@@ -178,6 +178,64 @@ class CrossesTokens(PlainModel):
         return read - read.mean(-2, keepdim=True)
 
 
+class AtMost12(PlainModel):
+    """A bank with 12 places, whose oldest block makes room."""
+
+    limit = 12
+
+    def close(self, finished, partial):
+        return [finished[0], *[*finished, partial][1:][-self.limit :]], None
+
+
+class AtMost29(AtMost12):
+    limit = 29
+
+
+class OutputVectorsDetached(PlainModel):
+    """The output read's query and key weight do not train."""
+
+    def output(self, finished, partial):
+        query, weight = self.queries[-1].detach(), self.key_weights[-1].detach()
+        return self.adapter.read(self.sources(finished, partial), query, weight, eps=self.eps)
+
+
+class OtherWithoutGradients(PlainModel):
+    """A path of its own for inference, whose blocks end one sublayer late."""
+
+    def closes(self, site):
+        return (site + torch.is_grad_enabled()) % self.size == 0 and (site > 0 or torch.is_grad_enabled())
+
+
+class OtherOutputWithoutGradients(PlainModel):
+    def output(self, finished, partial):
+        return super().output(finished, partial if torch.is_grad_enabled() else None)
+
+
+class FirstSequenceOnly(PlainModel):
+    """Partial sums are those of the first sequence."""
+
+    def add(self, partial, output):
+        return super().add(partial, output[:1].expand_as(output))
+
+
+class SequencesFlipped(PlainModel):
+    def output(self, finished, partial):
+        return super().output(finished, partial).flip(0)
+
+
+class BlocksIn8Bits(PlainModel):
+    """In 16 bits, finished blocks are kept in fewer."""
+
+    def close(self, finished, partial):
+        kept = partial.to(torch.float8_e5m2).to(partial.dtype) if partial.element_size() == 2 else partial
+        return [*finished, kept], None
+
+
+class OutputOfFloat64Only(PlainModel):
+    def output(self, finished, partial):
+        return super().output(finished, partial) if finished[0].dtype == torch.float64 else finished[0]
+
+
 def adapter(stack):
     """An adapter whose read is right, with this model."""
     return type(stack.__name__, (Plain,), {"stack": stack, "name": stack.__name__})()
@@ -209,5 +267,14 @@ MODELS = {
     OneBuffer: {*SCHEDULE, "output.value", "zero_query.prenorm"},
     KeepsItsBank: {"backward.state"},
     CrossesTokens: {"locality.model", "output.mean", "output.value", "zero_query.prenorm"},
+    AtMost12: {*SCHEDULE, "output.mean"},
+    AtMost29: {*SCHEDULE, "output.mean"},
+    OutputVectorsDetached: {"backward.output_parameters"},
+    OtherWithoutGradients: {"schedule.no_gradient"},
+    OtherOutputWithoutGradients: {"schedule.no_gradient"},
+    FirstSequenceOnly: {"schedule.batch"},
+    SequencesFlipped: {"schedule.batch"},
+    BlocksIn8Bits: {"schedule.reads", "output.value"},
+    OutputOfFloat64Only: {"output.value"},
 }
 """Each with what has to fail among the checks that look at one thing; see `test_broken.py`."""

@@ -271,6 +271,82 @@ class DetachedPhase(Plain):
         return super().merge((one[0].detach(), one[1]), other)
 
 
+class EpsBy16Bits(Plain):
+    """Another eps where sources have 16 bits."""
+
+    def read(self, sources, query, key_weight, *, eps):
+        return super().read(sources, query, key_weight, eps=0.1 if sources[0].element_size() == 2 else eps)
+
+
+class ScoresOf1024Channels(Plain):
+    """Channels beyond the width of a kernel's tile are not scored."""
+
+    def score(self, value, query, weight, eps):
+        wide = torch.arange(len(query)) < 1024
+        return super().score(value, query * wide, weight, eps)
+
+
+class TokensTo1024(Plain):
+    """Tokens beyond a kernel's grid are left zero."""
+
+    def finish(self, mixed, sources):
+        rows = super().finish(mixed, sources).reshape(-1, mixed.shape[-1])
+        return torch.cat([rows[:1024], torch.zeros_like(rows[1024:])]).reshape(mixed.shape)
+
+
+class AtMost200(Plain):
+    def read(self, sources, query, key_weight, *, eps):
+        return super().read(sources[:200], query, key_weight, eps=eps)
+
+
+class SeveralWithoutGradient(Plain):
+    def read_many(self, sources, queries, key_weights, *, eps):
+        return [one.detach() for one in super().read_many(sources, queries, key_weights, eps=eps)]
+
+
+class SeveralWithoutOlderGradients(Plain):
+    def read_many(self, sources, queries, key_weights, *, eps):
+        return super().read_many(
+            [one.detach() for one in sources[:-1]] + [*sources[-1:]], queries, key_weights, eps=eps
+        )
+
+
+class PhasesWithoutWeightGradient(Plain):
+    def two_phase(self, finished, partials, queries, key_weights, *, eps):
+        return super().two_phase(finished, partials, queries, key_weights.detach(), eps=eps)
+
+
+class PhasesWithoutLaterGradients(Plain):
+    """Gradients reach the first finished source and the first partial sum."""
+
+    def two_phase(self, finished, partials, queries, key_weights, *, eps):
+        rest = [one.detach() for one in finished[1:]]
+        later = [one if one is None or at < 2 else one.detach() for at, one in enumerate(partials)]
+        return super().two_phase([finished[0], *rest], later, queries, key_weights, eps=eps)
+
+
+class FirstBlockAverages(Plain):
+    """With a single finished source its score is taken for granted."""
+
+    def two_phase(self, finished, partials, queries, key_weights, *, eps):
+        if len(finished) == 1:
+            return [finished[0] if one is None else (finished[0] + one) / 2 for one in partials]
+        return super().two_phase(finished, partials, queries, key_weights, eps=eps)
+
+
+class NoPhasesIn16Bits(Plain):
+    def two_phase(self, finished, partials, queries, key_weights, *, eps):
+        if finished[0].element_size() == 2:
+            return [finished[0] for _ in partials]
+        return super().two_phase(finished, partials, queries, key_weights, eps=eps)
+
+
+class SeveralIn16BitsAreTheFirst(Plain):
+    def read_many(self, sources, queries, key_weights, *, eps):
+        many = super().read_many(sources, queries, key_weights, eps=eps)
+        return many[:1] * len(many) if sources[0].element_size() == 2 else many
+
+
 READS = {
     Scaled: {"value.score_scale"},
     NormalisedValues: {"value.raw_values"},
@@ -310,4 +386,15 @@ READS = {
     OneWeightPerBlock: {"phases.merge", "value.several_queries"},
     OverflowingMerge: {"phases.far_apart"},
     DetachedPhase: {"phases.gradient"},
+    EpsBy16Bits: {"value.eps"},
+    ScoresOf1024Channels: {"extremes.wide"},
+    TokensTo1024: {"extremes.many_tokens"},
+    AtMost200: {"extremes.many_sources"},
+    SeveralWithoutGradient: {"gradient.several_queries"},
+    SeveralWithoutOlderGradients: {"gradient.several_queries"},
+    PhasesWithoutWeightGradient: {"phases.gradient"},
+    PhasesWithoutLaterGradients: {"phases.gradient"},
+    FirstBlockAverages: {"phases.merge"},
+    NoPhasesIn16Bits: {"phases.16_bit"},
+    SeveralIn16BitsAreTheFirst: {"phases.16_bit"},
 }

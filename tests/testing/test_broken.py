@@ -18,9 +18,10 @@ SINGLE_READ = {
     "determinism.gradient", "gradient.only_some",
 }  # fmt: skip
 """Checks of a read that look at one thing: a fault in another leaves them alone."""
+WHOLE_READS = {"schedule.reads", "schedule.batch", "schedule.no_gradient"}
 SINGLE_MODEL = {
     name for name, check in CHECKS.items() if check.area in ("schedule", "output", "init", "sites", "zero_query")
-} - {"schedule.reads"} | {"backward.state", "backward.given", "locality.model"}  # fmt: skip
+} - WHOLE_READS | {"backward.state", "backward.given", "locality.model"}  # fmt: skip
 
 
 def failures(broken, checks):

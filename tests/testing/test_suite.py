@@ -1,20 +1,24 @@
 """The suite itself: limits, errors, verdicts as JSON, and where adapters are found."""
 
+import io
 import math
+import sys
 import textwrap
 
 import pytest
 import torch
+from rich.console import Console
 
 from attnres.errors import ConfigError, DataError
-from attnres.testing import CHECKS, DEFINITIONS, Adapter, NotApplicable, run, select
+from attnres.testing import CHECKS, DEFINITIONS, Adapter, NotApplicable, run, select, tables
 from attnres.testing.adapters import OURS, SHIPPED
 from attnres.testing.checks.schedule import describe
 from attnres.testing.definition import members
 from attnres.testing.load import load_adapter
 from attnres.testing.outcome import Finding, error, number, settle
 from attnres.testing.report import BEGIN, END, Report, from_json, markdown, to_json, update_page
-from testing.plain import Plain
+from testing.broken_models import adapter as model_adapter
+from testing.plain import Plain, PlainModel
 
 
 class ReadOnly(Adapter):
@@ -37,7 +41,8 @@ def test_what_an_adapter_leaves_out_is_not_applicable_and_never_passed():
     verdicts = run(ReadOnly())
     areas = {one.check.partition(".")[0]: one.status for one in verdicts.outcomes if one.status != "pass"}
     assert set(areas) == {
-        "value", "phases", "schedule", "output", "init", "sites", "zero_query", "backward", "golden", "locality"
+        "value", "gradient", "phases", "schedule", "output", "init", "sites", "zero_query", "backward", "golden",
+        "locality",
     }  # fmt: skip
     assert set(areas.values()) == {"n/a"}
     assert outcome(ReadOnly(), "schedule.counts").where == "no model"
@@ -200,14 +205,132 @@ def test_adapters_are_found_in_files_and_modules(tmp_path):
     assert load_adapter(f"{file}:Right").name == "right"
     assert load_adapter("testing.plain:Plain").name == "plain"
     for place, message in {
-        str(file): "defines 3 adapters",
-        f"{file}:Middle": "no adapter 'Middle'; it has: Left, Right, Unfinished",
+        str(file): "defines 2 adapters",
+        f"{file}:Middle": "no adapter 'Middle'; it has: Left, Right",
         f"{file}:Unfinished": "adapter Unfinished is not complete",
         str(tmp_path / "none.py"): "there is no such file",
         "no.such.module:Class": "cannot be imported",
     }.items():
         with pytest.raises(ConfigError, match=message):
             load_adapter(place)
-    (tmp_path / "broken.py").write_text("import no_such_package")
-    with pytest.raises(ConfigError, match="cannot be imported: No module named 'no_such_package'"):
+    file.write_text(textwrap.dedent(TWO).replace("class Right(Left):", "class _Right(Left):"))
+    assert load_adapter(str(file)).name == "left"  # an abstract class is no adapter
+
+
+BESIDE = """
+    import conformance_beside
+    from attnres.testing import Adapter
+
+    class Mine(Adapter):
+        name = conformance_beside.NAME
+        def read(self, sources, query, key_weight, *, eps):
+            return sources[0]
+"""
+
+
+def test_what_lies_beside_an_adapter_can_be_imported(tmp_path, monkeypatch):
+    (tmp_path / "conformance_beside.py").write_text("NAME = 'beside'")
+    (tmp_path / "conformance_mine.py").write_text(textwrap.dedent(BESIDE))
+    before = list(sys.path)
+    assert load_adapter(str(tmp_path / "conformance_mine.py")).name == "beside"
+    monkeypatch.chdir(tmp_path)
+    assert load_adapter("conformance_mine:Mine").name == "beside"
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import no_such_package", "cannot be imported: No module named 'no_such_package'"),
+        ("def x(:", "cannot be imported: invalid syntax"),
+        ("import sys; sys.exit(0)", "cannot be imported: SystemExit: 0"),
+        ("nothing", "cannot be imported: NameError: name 'nothing' is not defined"),
+        (
+            "CLASS    def __init__(self): raise ValueError('two\\nlines')",
+            "adapter A cannot be made: ValueError: two lines",
+        ),
+        ("CLASS    def __init__(self, path): pass", "adapter A cannot be made: TypeError: A.__init__"),
+        ("CLASS    version = 1", "version of adapter A is 1, which is no str"),
+        ("CLASS    dtypes = ()", "dtypes of adapter A is"),
+    ],
+)
+def test_whatever_an_adapter_raises_is_told_in_one_line(text, message, tmp_path):
+    head = "from attnres.testing import Adapter\nclass A(Adapter):\n    name = 'a'\n    def read(self, *_, eps): pass\n"
+    (tmp_path / "broken.py").write_text(text.replace("CLASS", head))
+    with pytest.raises(ConfigError, match=message) as raised:
         load_adapter(str(tmp_path / "broken.py"))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_read_that_exits_fails():
+    class Exits(ReadOnly):
+        def read(self, sources, query, key_weight, *, eps):
+            sys.exit(0)
+
+    found = outcome(Exits(), "value.softmax")
+    assert (found.status, found.seen) == ("fail", "SystemExit: 0")
+
+
+class Packed(PlainModel):
+    """Queries are views of one parameter, made once."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.packed = torch.stack([one.detach() for one in self.queries]).requires_grad_()
+        self.queries = list(self.packed.unbind(0))
+
+
+class Anew(Packed):
+    """Or each time that they are asked for."""
+
+    queries = property(lambda self: [self.packed[at] for at in range(len(self.packed))], lambda self, value: None)
+
+    def __init__(self, adapter, num_sublayers, size, dim, eps, dtype):
+        self.packed = torch.zeros(num_sublayers + 1, dim, dtype=dtype, requires_grad=True)
+        PlainModel.__init__(self, adapter, num_sublayers, size, dim, eps, dtype)
+
+
+class Copies(Anew):
+    queries = property(lambda self: [one * 1 for one in self.packed], lambda self, value: None)
+
+
+@pytest.mark.parametrize("stack", [Packed, Anew])
+def test_packed_parameters_are_written_to_and_differentiated_through_their_views(stack):
+    names = ["schedule", "output", "init", "sites", "backward", "golden.schedule"]
+    assert set(status(model_adapter(stack), *names).values()) == {"pass"}
+
+
+def test_what_is_no_parameter_is_refused_in_words():
+    found = outcome(model_adapter(Copies), "schedule.members")
+    assert (found.status, found.where) == ("fail", "an error is raised")
+    assert "neither leaf tensors (parameters) nor views of leaf tensors" in found.seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_right_implementation_of_16_bits_only_passes(dtype):
+    class Short(Plain):
+        dtypes = (dtype,)
+
+    assert not run(Short()).failures
+    assert outcome(Short(), "golden.reads").where == "declared: 16 bits, which do not hold the golden inputs"
+
+
+def test_names_are_no_markup_and_no_cells():
+    class Odd(ReadOnly):
+        name = "[red]x[/red]|<b>"
+
+    report = Report([run(Odd(), select(["value.softmax"]))])
+    assert "| [red]x[/red]\\|&lt;b> |" in markdown(report)
+    console = Console(width=200, file=io.StringIO())
+    for table in (tables.outcomes(report.verdicts[0]), tables.matrix(report)):
+        console.print(table)
+    assert console.file.getvalue().count("[red]x[/red]|<b>") == 2
+    assert report.verdicts[0].title == "[red]x[/red]|<b>"
+
+
+def test_promises_beyond_the_paper_are_marked_and_can_be_left_out():
+    chosen = select(["definition"])
+    assert {check.level for check in chosen} == {"definition"}
+    assert {check.name for check in select(["contract"])}.isdisjoint(check.name for check in chosen)
+    assert tables.marked("dtype.result") == "dtype.result*"
+    assert tables.marked("value.eps") == "value.eps"

@@ -31,19 +31,21 @@ def conformance(
 ) -> None:
     """Check implementations of Attention Residuals against the definition.
 
-    Prints a table: for each check pass, fail or not applicable, with what was seen and what is expected. Exit status 0:
+    Prints a table: for each check pass, fail or not applicable, with what was seen and what is expected; a star is at
+    checks that are a promise of ours beyond the paper's formulas. Exit status 0:
     no check failed; 1: some check failed, in whichever implementation; 2: a mistake in the input. docs/conformance.md
     says how to write an adapter.
 
     Args:
         adapter: A file.py with an adapter, file.py:Class, module:Class, or the word of a shipped one (see --list).
         all_shipped: Check every shipped adapter that can run here, our own and other people's.
-        check: Only these checks or areas, such as schedule or value.eps.
+        check: Only these checks, areas or levels, such as value.eps, schedule or definition (what follows from the
+            paper's formulas, without the promises beyond them).
         json: File for the verdicts as JSON; - prints them instead of the table.
         page: Markdown page whose table of verdicts is brought up to date.
         list_all: Print the checks and the shipped adapters, and stop.
     """
-    from attnres.testing.report import to_json, update_page
+    from attnres.testing.report import check_targets, to_json, update_page
     from attnres.testing.suite import select
 
     checks = select(check)
@@ -52,6 +54,7 @@ def conformance(
         return
     if bool(adapter) == all_shipped:
         raise ConfigError("give either --adapter, with a file or the word of a shipped one, or --all")
+    check_targets(None if json in (None, "-") else Path(json), page)
     report = _run(adapter, checks)
     if json == "-":
         print(to_json(report), end="")
@@ -96,7 +99,7 @@ def _run(places: Sequence[str], checks: "Sequence[Check]") -> "Report":
 
 def _show(report: "Report") -> None:
     from attnres.cli.console import wide_console
-    from attnres.testing.tables import failures, matrix, outcomes
+    from attnres.testing.tables import counts, failures, matrix, outcomes
 
     console = wide_console()
     if len(report.verdicts) == 1:
@@ -105,9 +108,9 @@ def _show(report: "Report") -> None:
         console.print(matrix(report))
         if report.failed:
             console.print(failures(report))
+    print("* a promise of attnres beyond the paper's formulas")
     for one in report.verdicts:
-        counts = ", ".join(f"{one.count(status)} {status}" for status in ("pass", "fail", "n/a"))
-        print(f"{one.name} {one.version}, held to {one.definition}, on {one.runs_on}: {counts}")
+        print(f"{one.title}, held to {one.definition}, on {one.runs_on}: {counts(one)}")
     for name, why in report.missing.items():
         print(f"not run: {name} ({why})")
 

@@ -24,7 +24,8 @@ class Model(ABC):
     """A stack of sublayers joined by Attention Residuals, its sublayers still to be given."""
 
     queries: Sequence[Tensor | None]
-    """Pseudo-query of each site, the output read's last; None where there is none. Checks write to them in place."""
+    """Pseudo-query of each site, the output read's last; None where there is none. Checks write to them in place and
+    differentiate by them, so they are the parameters (leaf tensors) themselves, or views of packed ones."""
     key_weights: Sequence[Tensor | None] = ()
     """Key weight of each site likewise; empty if the implementation has none."""
 
@@ -32,7 +33,7 @@ class Model(ABC):
     def run(self, embedding: Tensor, sublayers: Sequence[Sublayer]) -> Tensor:
         """Call each sublayer once, in order, with its read (before any norm); return the output read (before any norm).
 
-        ``embedding`` is ``[1, tokens, dim]``, and so is what a sublayer takes and returns.
+        ``embedding`` is ``[batch, tokens, dim]``, and so is what a sublayer takes and returns.
         """
 
 

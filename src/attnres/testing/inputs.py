@@ -16,6 +16,8 @@ VALUE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2**-8, torch
 """Largest relative error of a right value, by dtype of the sources."""
 GRADIENT = {torch.float64: 1e-11, torch.float32: 4e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 """Largest relative error of a right gradient."""
+HALF = (torch.bfloat16, torch.float16)
+"""The dtypes of 16 bits."""
 DIAGNOSIS = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 """How far a number read back from the result, such as a weight, may be from the right one."""
 
@@ -54,6 +56,11 @@ class Inputs:
     def vectors(self) -> list[Tensor]:
         """Query and, where there is one, key weight."""
         return [self.query] if self.key_weight is None else [self.query, self.key_weight]
+
+
+def allowed(dtype: torch.dtype, factor: float, limits: dict[torch.dtype, float] = VALUE) -> float:
+    """Largest relative error after several steps, each of which rounds to 16 bits if the dtype has no more."""
+    return DIAGNOSIS[dtype] if dtype in HALF else factor * limits[dtype]
 
 
 def leaf(tensor: Tensor) -> Tensor:

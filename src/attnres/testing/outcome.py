@@ -55,7 +55,7 @@ class Outcome:
 def settle(check: str, findings: Iterable[Finding]) -> Outcome:
     """One outcome from all findings: the first that does not hold, else the one nearest to its limit.
 
-    An error that the implementation raises is a failure; `NotApplicable` is an answer.
+    An error that the implementation raises, `SystemExit` included, is a failure; `NotApplicable` is an answer.
     """
     kept: list[Finding] = []
     reason = "no case"
@@ -69,8 +69,9 @@ def settle(check: str, findings: Iterable[Finding]) -> Outcome:
             kept.append(finding)
     except NotApplicable as answer:
         return Outcome(check=check, status="n/a", where=str(answer))
-    except Exception as error:  # noqa: BLE001  (whatever the implementation raises is its answer)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever the implementation raises is its answer)
         message = " ".join(f"{type(error).__name__}: {error}".split())
+        message = "".join(letter if letter.isprintable() else "?" for letter in message)
         return Outcome(check=check, status="fail", where="an error is raised", seen=message[:160], expected="a result")
     if not kept:
         return Outcome(check=check, status="n/a", where=reason)

@@ -29,6 +29,11 @@ class Check:
         """The part of the name before the dot."""
         return self.name.partition(".")[0]
 
+    @property
+    def is_beyond(self) -> bool:
+        """Whether it is a promise beyond the paper's formulas."""
+        return self.level == "contract"
+
 
 CHECKS: dict[str, Check] = {}
 

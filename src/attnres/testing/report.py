@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from attnres import __version__
-from attnres.errors import DataError
+from attnres.errors import ConfigError, DataError
 from attnres.testing.outcome import Outcome, Seen
 from attnres.testing.registry import CHECKS
 from attnres.testing.suite import Verdicts
@@ -117,7 +118,7 @@ def _matrix(report: Report) -> str:
     signs = [{outcome.check: SIGNS[outcome.status] for outcome in one.outcomes} for one in report.verdicts]
     rows = [
         [
-            f"`{check.name}`" + ("\\*" if check.level == "contract" else ""),
+            f"`{check.name}`" + ("\\*" if check.is_beyond else ""),
             check.claim,
             *(each.get(check.name, "") for each in signs),
         ]
@@ -130,7 +131,7 @@ def _matrix(report: Report) -> str:
 
 def _failures(report: Report) -> str:
     rows = [
-        [one.name, f"`{outcome.check}`", outcome.where, _cell(outcome.seen), _cell(outcome.expected)]
+        [one.name, f"`{outcome.check}`", outcome.where, show(outcome.seen), show(outcome.expected)]
         for one in report.verdicts
         for outcome in one.failures
     ]
@@ -141,13 +142,13 @@ def _failures(report: Report) -> str:
     )
 
 
-def _cell(seen: Seen) -> str:
-    return show(seen).replace("|", "\\|").replace("<", "&lt;")
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split("\n"))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 
 def update_page(page: Path, report: Report) -> None:
@@ -156,10 +157,41 @@ def update_page(page: Path, report: Report) -> None:
     Raises:
         DataError: The page has no marks.
     """
-    text = page.read_text(encoding="utf-8")
+    before, after = _around(page)
+    tables = markdown(from_json(to_json(report)))  # the same digits as the file's
+    page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}", encoding="utf-8")
+
+
+def check_targets(json: Path | None, page: Path | None) -> None:
+    """Refuse files that cannot be written, before anything is run.
+
+    Raises:
+        ConfigError: One is a folder, is in a folder that does not exist, or may not be written; or there is no page.
+        DataError: The page has no marks.
+    """
+    for option, path in (("--json", json), ("--page", page)):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ConfigError(f"{option} is {str(path)!r}, which is a folder; allowed: a file")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{option} is {str(path)!r}, and there is no folder {str(path.parent)!r}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"{option} is {str(path)!r}, which may not be written")
+    if page is not None:
+        if not page.is_file():
+            raise ConfigError(f"--page is {str(page)!r}, and there is no such file")
+        _around(page)
+
+
+def _around(page: Path) -> tuple[str, str]:
+    """What is before and after the verdicts of a page."""
+    try:
+        text = page.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{page} is no text: {error}") from error
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise DataError(f"{page} has no place for verdicts: {BEGIN} and {END}")
-    tables = markdown(from_json(to_json(report)))  # the same digits as the file's
-    page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}", encoding="utf-8")
+    return before, after

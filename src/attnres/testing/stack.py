@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -12,10 +12,12 @@ from attnres.testing.adapter import Adapter, Model, NotApplicable
 from attnres.testing.definition import Sublayer
 from attnres.testing.inputs import EPS, normals
 
-CASES = [(6, 2), (6, 1), (5, 3), (4, 8), (4, 4), (13, 4), (26, 24), (186, 24)]
-"""Sublayers and sublayers per block: whole blocks, Full, a short last block, one block, the depth of Kimi K3."""
+CASES = [(6, 2), (6, 1), (5, 3), (4, 8), (4, 4), (13, 4), (40, 1), (60, 2), (26, 24), (186, 24)]
+"""Sublayers and sublayers per block: whole blocks, Full, a short last block, one block, many sources, the depth of Kimi
+K3."""
 SMALL = [(6, 2), (6, 1), (5, 3), (4, 8), (4, 4)]
 """Those that are quick to run with sublayers that compute something."""
+Kind = Literal["queries", "key_weights"]
 LOUD = 1000.0
 """Size of the ledger's embedding."""
 
@@ -44,12 +46,22 @@ class Trace:
 class Stack:
     """A model of the implementation with its case, and the vectors that the definition is given."""
 
-    def __init__(self, adapter: Adapter, num_sublayers: int, sublayers_per_block: int, dim: int):
+    def __init__(
+        self,
+        adapter: Adapter,
+        num_sublayers: int,
+        sublayers_per_block: int,
+        dim: int,
+        *,
+        dtype: torch.dtype | None = None,
+    ):
         if num_sublayers > adapter.max_sublayers:
             raise NotApplicable(f"declared: at most {adapter.max_sublayers} sublayers")
         width = 1 << (dim - 1).bit_length() if adapter.power_of_two_width else dim
         self.adapter, self.num_sublayers, self.sublayers_per_block = adapter, num_sublayers, sublayers_per_block
-        self.dim, self.eps, self.dtype = width, adapter.fixed_eps or EPS, adapter.precise
+        self.dim, self.eps, self.dtype = width, adapter.fixed_eps or EPS, dtype or adapter.precise
+        if adapter.is_interpreted and self.dtype == torch.bfloat16:
+            raise NotApplicable("Triton's interpreter has no bfloat16 arithmetic; needs a GPU")
         self.model: Model = adapter.model(num_sublayers, sublayers_per_block, width, eps=self.eps, dtype=self.dtype)
 
     @property
@@ -61,15 +73,30 @@ class Stack:
         """Give each site a query and a key weight of its own."""
         normal = normals(seed, self.adapter.device)
         size = loudness * self.dim**-0.5 / self.adapter.definition.scale(self.dim)
-        for query in self.model.queries:
-            fill(query, normal(self.dim) * size)
-        for weight in self.model.key_weights:
-            fill(weight, 1 + 0.3 * normal(self.dim))
+        for site in range(len(self.model.queries)):
+            self.fill("queries", site, normal(self.dim) * size)
+        for site in range(len(self.model.key_weights)):
+            self.fill("key_weights", site, 1 + 0.3 * normal(self.dim))
 
     def zero_queries(self) -> None:
         """Make every read a mean."""
-        for query in self.model.queries:
-            fill(query, torch.zeros(self.dim, device=self.adapter.device))
+        for site in range(len(self.model.queries)):
+            self.fill("queries", site, torch.zeros(self.dim, device=self.adapter.device))
+
+    def fill(self, kind: Kind, site: int, value: Tensor) -> None:
+        """Write to a parameter, whichever shape it keeps its numbers in.
+
+        Raises:
+            RuntimeError: It is no parameter of the model: the graph says so, or the numbers are not there afterwards.
+        """
+        vector = getattr(self.model, kind)[site]
+        if vector is None:
+            return
+        root_of(vector)
+        vector.data.copy_(value.reshape(vector.shape))  # a view of packed parameters may be written to no other way
+        kept = getattr(self.model, kind)[site]  # which a property makes anew
+        if kept is not vector and not torch.equal(kept, vector):
+            raise RuntimeError(f"{kind} are not the model's parameters, or views of them: what is written to is lost")
 
     def run(self, embedding: Tensor, sublayers: Sequence[Sublayer]) -> Trace:
         """Run the model; it has to call each sublayer once and in order."""
@@ -110,9 +137,13 @@ class Stack:
     def _padded(self, vectors: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [*vectors, *[None] * (self.num_sublayers + 1 - len(vectors))]
 
-    def embedding(self, seed: int, tokens: int = 3) -> Tensor:
+    def embedding(self, seed: int, tokens: int = 3, batch: int = 1) -> Tensor:
         """A random embedding."""
-        return normals(seed, self.adapter.device)(1, tokens, self.dim).to(self.dtype)
+        return normals(seed, self.adapter.device)(batch, tokens, self.dim).to(self.dtype)
+
+    def given(self, trace: Trace) -> list[Sublayer]:
+        """Sublayers that return what they did in a run, so that each read is judged by itself."""
+        return [lambda _, one=one: one.double() for one in trace.originals]
 
     def ledger(self) -> tuple[Tensor, list[Sublayer]]:
         """An embedding and sublayers that are constant one-hot vectors, so that each read says what it is made of."""
@@ -127,11 +158,37 @@ class Stack:
         return [_linear(matrix) for matrix in matrices]
 
 
-def fill(vector: Tensor | None, value: Tensor) -> None:
-    """Write to a parameter, whichever shape it keeps its numbers in."""
-    if vector is not None:
-        with torch.no_grad():
-            vector.copy_(value.reshape(vector.shape))
+def gradients(loss: Tensor, vectors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients of parameters, or of views of parameters: those of the parameters, seen through the same views.
+
+    Raises:
+        RuntimeError: One is neither, so that nothing can be said of its gradient.
+    """
+    roots = [root_of(vector) for vector in vectors]
+    distinct = list({id(root): root for root in roots}.values())
+    found = torch.autograd.grad(loss, distinct, allow_unused=True)
+    by_root = dict(zip(map(id, distinct), found, strict=True))
+    return [_part(by_root[id(root)], root, vector) for root, vector in zip(roots, vectors, strict=True)]
+
+
+def root_of(vector: Tensor) -> Tensor:
+    """The parameter that a parameter is, or is a view of.
+
+    Raises:
+        RuntimeError: It is neither.
+    """
+    root = vector if vector.is_leaf or vector._base is None else vector._base
+    if not root.is_leaf:
+        raise RuntimeError("queries and key weights are neither leaf tensors (parameters) nor views of leaf tensors")
+    return root
+
+
+def _part(gradient: Tensor | None, root: Tensor, vector: Tensor) -> Tensor | None:
+    if gradient is None or root is vector:
+        return gradient
+    whole = torch.empty_strided(root.shape, root.stride(), dtype=gradient.dtype, device=gradient.device)
+    offset = vector.storage_offset() - root.storage_offset()
+    return whole.copy_(gradient).as_strided(vector.shape, vector.stride(), offset)
 
 
 def flat(vector: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import final
+from typing import final, get_args
 
 import attnres.testing.checks  # noqa: F401  (fills the list of checks)
 from attnres.errors import ConfigError
 from attnres.testing.adapter import Adapter
 from attnres.testing.outcome import Outcome, Status, settle
-from attnres.testing.registry import CHECKS, Check
+from attnres.testing.registry import CHECKS, Check, Level
 
 
 @final
@@ -34,19 +34,29 @@ class Verdicts:
         """The outcomes that are failures."""
         return [outcome for outcome in self.outcomes if outcome.status == "fail"]
 
+    @property
+    def title(self) -> str:
+        """Name and, where there is one, version."""
+        return f"{self.name} {self.version}".strip()
+
 
 def select(names: Iterable[str] = ()) -> list[Check]:
-    """The checks of these names or areas, in the suite's order; without names, all.
+    """The checks of these names, areas or levels, in the suite's order; without names, all.
 
     Raises:
-        ConfigError: There is no check or area of a name.
+        ConfigError: There is no check, area or level of a name.
     """
     wanted = list(names)
-    areas = {check.area for check in CHECKS.values()}
+    areas, levels = {check.area for check in CHECKS.values()}, get_args(Level)
     for name in wanted:
-        if name not in CHECKS and name not in areas:
-            raise ConfigError(f"check is {name!r}; allowed: the areas {', '.join(sorted(areas))}, or a check of --list")
-    return [check for check in CHECKS.values() if not wanted or check.name in wanted or check.area in wanted]
+        if name not in CHECKS and name not in areas and name not in levels:
+            raise ConfigError(
+                f"check is {name!r}; allowed: the areas {', '.join(sorted(areas))}, "
+                f"the levels {' and '.join(levels)}, or a check of --list"
+            )
+    return [
+        check for check in CHECKS.values() if not wanted or not {check.name, check.area, check.level}.isdisjoint(wanted)
+    ]
 
 
 def run(adapter: Adapter, checks: Iterable[Check] | None = None) -> Verdicts:

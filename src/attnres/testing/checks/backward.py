@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from attnres.testing.adapter import Adapter, NotApplicable
-from attnres.testing.definition import run
-from attnres.testing.inputs import GRADIENT, leaf
+from attnres.testing.definition import run, sources_of
+from attnres.testing.inputs import GRADIENT, HALF, allowed, leaf
 from attnres.testing.outcome import Finding, each, error, same_bits
 from attnres.testing.registry import check
-from attnres.testing.stack import SMALL, Stack
+from attnres.testing.stack import SMALL, Stack, gradients
 
 
 @check(
@@ -78,10 +78,7 @@ def _parameters(adapter: Adapter, case: tuple[int, int]) -> Iterator[Finding]:
         for site, vector in enumerate(vectors)
         if vector is not None and 0 < site < stack.num_sublayers
     ]
-    if not all(vector.requires_grad for *_, vector in sites):
-        raise NotApplicable("the model's vectors do not require gradients")
-    loss = _loss(stack.run(embedding, linear).reads)
-    found = torch.autograd.grad(loss, [vector for *_, vector in sites], allow_unused=True)
+    found = _found(_loss(stack.run(embedding, linear).reads), [vector for *_, vector in sites])
     queries = [leaf(query) for query in stack.exact_queries()]
     weights = [None if weight is None else leaf(weight) for weight in stack.exact_weights()]
     reads = run(adapter.definition, embedding, linear, queries, weights,
@@ -91,7 +88,44 @@ def _parameters(adapter: Adapter, case: tuple[int, int]) -> Iterator[Finding]:
     exact = torch.autograd.grad(_loss(reads[:-1]), wanted, materialize_grads=True)
     for (what, site, _), one, right in zip(sites, found, exact, strict=True):
         gradient = None if one is None else one.flatten()
-        yield error(f"{stack.case}, {what} of read {site}", gradient, right, 10 * GRADIENT[adapter.precise])
+        # in bfloat16 every sublayer's output is rounded on the way, in attnres as elsewhere
+        limit = (50 if adapter.precise in HALF else 10) * GRADIENT[adapter.precise]
+        yield error(f"{stack.case}, {what} of read {site}", gradient, right, limit)
+
+
+def _found(loss: Tensor, vectors: list[Tensor]) -> list[Tensor | None]:
+    if not all(vector.requires_grad for vector in vectors):
+        raise NotApplicable("the model's vectors do not require gradients")
+    return gradients(loss, vectors)
+
+
+@check("backward.output_parameters", "the query and key weight of the output read get the gradient of Eq. 2-6")
+def output_parameters(adapter: Adapter) -> Iterator[Finding]:
+    """With sublayers that do not depend on what they read, so that only the output read is judged."""
+    for case in SMALL:
+        yield from each(_output_parameters(adapter, case))
+
+
+def _output_parameters(adapter: Adapter, case: tuple[int, int]) -> Iterator[Finding]:
+    stack = _stack(adapter, case)
+    rows = [stack.embedding(150 + at) for at in range(stack.num_sublayers + 1)]
+    kinds = (("query", stack.model.queries), ("key weight", stack.model.key_weights))
+    last = {what: vectors[-1] for what, vectors in kinds if len(vectors) == len(rows)}
+    there = {what: vector for what, vector in last.items() if vector is not None}
+    if not there:
+        raise NotApplicable("the output read has no query and no key weight")
+    result = stack.run(rows[0], [lambda read, row=row: torch.zeros_like(read) + row for row in rows[1:]]).result
+    found = _found(_loss([result]), list(there.values()))
+    query, weight = leaf(stack.exact_queries()[-1]), stack.exact_weights()[-1]
+    weight = None if weight is None else leaf(weight)
+    sources = sources_of(len(rows) - 1, rows[0].double(), [row.double() for row in rows[1:]], stack.sublayers_per_block)
+    exact = adapter.definition.read(sources, query, weight, eps=stack.eps)
+    truth = {"query": query} | ({} if weight is None else {"key weight": weight})
+    rights = torch.autograd.grad(_loss([exact]), [truth[what] for what in there])
+    for what, one, right in zip(there, found, rights, strict=True):
+        gradient = None if one is None else one.flatten()
+        limit = allowed(adapter.precise, 10, GRADIENT)
+        yield error(f"{stack.case}, {what} of the output read", gradient, right, limit)
 
 
 @check("backward.state", "after a backward pass nothing is left over: the next forward and backward have the same bits")

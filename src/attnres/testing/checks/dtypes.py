@@ -5,11 +5,10 @@ from collections.abc import Iterator
 import torch
 
 from attnres.testing.adapter import Adapter, NotApplicable
-from attnres.testing.inputs import GRADIENT, Inputs, random_inputs
+from attnres.testing.inputs import GRADIENT, HALF, Inputs, random_inputs
 from attnres.testing.outcome import Finding, each, equals, error
 from attnres.testing.registry import check
 
-HALF = (torch.bfloat16, torch.float16)
 EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Half the distance of two numbers above one, so that a right rounding is off by at most one of these."""
 

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attnres.testing.adapter import Adapter
+from attnres.testing.adapter import Adapter, NotApplicable
 from attnres.testing.checks.gradient import found_and_exact
 from attnres.testing.inputs import GRADIENT, VALUE, Inputs, random_inputs
 from attnres.testing.outcome import Finding, each, error, number, same_bits
 from attnres.testing.registry import check
 
-MANY = (33, 57, 100, 187)
+TOKENS = 4099
+MANY = (33, 57, 100, 187, 300)
 
 
 def _compare(where: str, adapter: Adapter, inputs: Inputs) -> Finding:
@@ -80,12 +81,14 @@ def small(adapter: Adapter) -> Iterator[Finding]:
 @check("extremes.large", "very large sources are read right: no square overflows before its time")
 def large(adapter: Adapter) -> Iterator[Finding]:
     """Up to where the sum of float32 squares still fits."""
-    for loudness in (1e4, 1e10, 1e17):
+    for loudness in (500, 1e4, 1e10, 1e17):
         yield from each(_loud(adapter, loudness))
 
 
 def _loud(adapter: Adapter, loudness: float) -> Iterator[Finding]:
     dtype = torch.float32 if torch.float32 in adapter.dtypes else adapter.precise
+    if loudness > 0.01 * torch.finfo(dtype).max:
+        raise NotApplicable(f"{str(dtype)[6:]} has no numbers of size {loudness:g}")
     inputs = random_inputs(adapter, 3, 32, dtype=dtype, loudness=loudness, seed=44)
     yield _compare(f"sources of size {loudness:g}", adapter, inputs)
 
@@ -101,7 +104,7 @@ def scores(adapter: Adapter) -> Iterator[Finding]:
 
 @check("extremes.many_sources", "any number of sources is read right, or refused")
 def many_sources(adapter: Adapter) -> Iterator[Finding]:
-    """Up to the 187 of the output read of Full Attention Residuals over 186 sublayers."""
+    """The 187 of the output read of Full Attention Residuals over 186 sublayers, and more."""
     for count in MANY:
         yield from each(_many(adapter, count))
 
@@ -127,6 +130,26 @@ def _width(adapter: Adapter, dim: int) -> Iterator[Finding]:
             yield error(
                 f"width {dim}, gradient of {name}", one, right, GRADIENT[adapter.precise] * (100 if dim < 4 else 1)
             )
+
+
+@check("extremes.wide", "rows as wide as those of large models are read right, gradients included")
+def wide(adapter: Adapter) -> Iterator[Finding]:
+    """No channel is left out."""
+    for dim in (4096, 7168):
+        yield from each(_width(adapter, dim))
+
+
+@check("extremes.many_tokens", "thousands of tokens are read right, gradients included")
+def many_tokens(adapter: Adapter) -> Iterator[Finding]:
+    """No token is left out."""
+    if adapter.is_interpreted:
+        raise NotApplicable("runs in an interpreter, where thousands of tokens take minutes; needs a GPU")
+    inputs = random_inputs(adapter, 3, 16, (TOKENS,), seed=48)
+    yield _compare(f"{TOKENS} tokens", adapter, inputs)
+    if adapter.has_gradient:
+        found, exact = found_and_exact(adapter, inputs)
+        for name, one, right in zip(("source 0", "query"), (found[0], found[3]), (exact[0], exact[3]), strict=True):
+            yield error(f"{TOKENS} tokens, gradient of {name}", one, right, 10 * GRADIENT[adapter.precise])
 
 
 @check("extremes.no_tokens", "a read of no tokens is empty, and its gradients are zero", "contract")

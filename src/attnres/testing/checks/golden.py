@@ -6,7 +6,7 @@ import torch
 
 from attnres.testing.adapter import Adapter, NotApplicable
 from attnres.testing.golden import ReadCase, load
-from attnres.testing.inputs import GRADIENT, VALUE, leaf
+from attnres.testing.inputs import GRADIENT, HALF, VALUE, leaf
 from attnres.testing.outcome import Finding, each, error
 from attnres.testing.registry import check
 
@@ -22,8 +22,7 @@ def reads(adapter: Adapter) -> Iterator[Finding]:
 def _read(adapter: Adapter, case: ReadCase) -> Iterator[Finding]:
     dtype, device = adapter.precise, adapter.device
     adapter.check_limits(len(case.sources), case.query.shape[-1], dtype)
-    if adapter.fixed_eps not in (None, case.eps):
-        raise NotApplicable(f"declared: eps is {adapter.fixed_eps}")
+    _refuse(adapter, case.eps)
     query, weight, gradients = _vectors(adapter, case)
     vectors = [leaf(vector.to(device, adapter.vector_dtype(dtype))) for vector in (query, weight) if vector is not None]
     leaves = [leaf(source.to(device, dtype)) for source in case.sources]
@@ -38,6 +37,13 @@ def _read(adapter: Adapter, case: ReadCase) -> Iterator[Finding]:
                 # where one source has all the weight, or each key is a sign, a gradient is what cancellation leaves
                 size = max(1.0, (case.upstream.abs().max() / right.abs().max().clamp_min(1e-12)).item())
                 yield error(f"{case.name}, gradient of {name}", one, right.to(device), GRADIENT[dtype] * size)
+
+
+def _refuse(adapter: Adapter, eps: float) -> None:
+    if adapter.precise in HALF:
+        raise NotApplicable("declared: 16 bits, which do not hold the golden inputs")
+    if adapter.fixed_eps not in (None, eps):
+        raise NotApplicable(f"declared: eps is {adapter.fixed_eps}")
 
 
 def _vectors(adapter: Adapter, case: ReadCase) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
@@ -58,19 +64,18 @@ def schedule(adapter: Adapter) -> Iterator[Finding]:
 
 
 def _schedule(adapter: Adapter, name: str) -> Iterator[Finding]:
-    from attnres.testing.stack import Stack, fill
+    from attnres.testing.stack import Stack
 
     case = next(case for case in load().schedules if case.name == name)
-    if adapter.fixed_eps not in (None, case.eps):
-        raise NotApplicable(f"declared: eps is {adapter.fixed_eps}")
+    _refuse(adapter, case.eps)
     count, dim = case.matrices.shape[0], case.matrices.shape[-1]
     stack = Stack(adapter, count, case.sublayers_per_block, dim)
     stack.model = adapter.model(count, case.sublayers_per_block, dim, eps=case.eps, dtype=stack.dtype)
-    for site, query in enumerate(stack.model.queries):
+    for site in range(len(stack.model.queries)):
         factor = 1.0 if adapter.has_key_weight else case.key_weights[site]
-        fill(query, (case.queries[site] * factor).to(adapter.device))
-    for site, weight in enumerate(stack.model.key_weights):
-        fill(weight, case.key_weights[site].to(adapter.device))
+        stack.fill("queries", site, (case.queries[site] * factor).to(adapter.device))
+    for site in range(len(stack.model.key_weights)):
+        stack.fill("key_weights", site, case.key_weights[site].to(adapter.device))
     matrices = case.matrices.to(adapter.device)
     trace = stack.run(
         case.embedding.to(adapter.device, stack.dtype).clone(),

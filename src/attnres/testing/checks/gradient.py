@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnres.testing.adapter import Adapter, NotApplicable
-from attnres.testing.inputs import GRADIENT, Inputs, normals, random_inputs
+from attnres.testing.inputs import GRADIENT, Inputs, allowed, leaf, normals, random_inputs
 from attnres.testing.outcome import Finding, each, error
 from attnres.testing.registry import check
 
@@ -79,6 +79,36 @@ def only_some(adapter: Adapter) -> Iterator[Finding]:
             yield Finding(where=f"{name}, beside the others", seen="nothing", expected="a tensor", holds=False)
         else:
             yield error(name, found, right.double(), GRADIENT[adapter.precise])
+
+
+@check("gradient.several_queries", "gradients of several queries on the same sources are those of their reads together")
+def several_queries(adapter: Adapter) -> Iterator[Finding]:
+    """Of each source, of the queries and of the key weights."""
+    if not adapter.has_gradient:
+        raise NotApplicable("declared: forward only")
+    inputs, normal = random_inputs(adapter, 3, 32, (5,), seed=36), normals(37, adapter.device)
+    kind = inputs.query.dtype
+    vectors = [torch.stack([inputs.query, *(normal(32).to(kind) for _ in range(2))])]
+    if inputs.key_weight is not None:
+        vectors.append((1 + 0.3 * normal(3, 32)).to(kind))
+    given = [leaf(tensor) for tensor in (*inputs.sources, *vectors)]
+    truth = [leaf(tensor.double()) for tensor in given]
+    values = torch.stack(list(adapter.read_many(given[:3], given[3], *(given[4:] or [None]), eps=inputs.eps)))
+    exact = torch.stack(
+        [
+            adapter.definition.read(truth[:3], truth[3][at], truth[4][at] if truth[4:] else None, eps=inputs.eps)
+            for at in range(3)
+        ]
+    )
+    upstream = _upstream(values)
+    if not values.requires_grad:
+        yield Finding(where="the result", seen="no gradient", expected="a gradient", holds=False)
+        return
+    found = torch.autograd.grad(values, given, upstream, allow_unused=True)
+    rights = torch.autograd.grad(exact, truth, upstream.double(), materialize_grads=True)
+    names = [*(f"source {at}" for at in range(3)), "the queries", "the key weights"]
+    for name, one, right in zip(names, found, rights, strict=False):
+        yield error(f"gradient of {name}", one, right, allowed(adapter.precise, 1, GRADIENT))
 
 
 def found_and_exact(adapter: Adapter, inputs: Inputs) -> tuple[list[Tensor | None], list[Tensor]]:

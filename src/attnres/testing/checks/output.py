@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from attnres.testing.adapter import Adapter
-from attnres.testing.inputs import DIAGNOSIS, VALUE
+from attnres.testing.inputs import DIAGNOSIS, allowed
 from attnres.testing.outcome import Finding, each, error, number
 from attnres.testing.registry import check
 from attnres.testing.stack import CASES, SMALL, Stack
@@ -50,20 +50,20 @@ def key_weight(adapter: Adapter) -> Iterator[Finding]:
 
 @check("output.value", "with random queries and key weights, the output read is Eq. 2-6")
 def value(adapter: Adapter) -> Iterator[Finding]:
-    """With linear sublayers."""
-    for num_sublayers, size in SMALL:
-        yield from each(_value(adapter, num_sublayers, size))
+    """With linear sublayers, in each dtype."""
+    for dtype in adapter.dtypes:
+        for case in SMALL:
+            yield from each(_value(adapter, case, dtype))
 
 
-def _value(adapter: Adapter, num_sublayers: int, size: int) -> Iterator[Finding]:
-    stack = Stack(adapter, num_sublayers, size, 16)
+def _value(adapter: Adapter, case: tuple[int, int], dtype: torch.dtype) -> Iterator[Finding]:
+    stack = Stack(adapter, *case, 16, dtype=dtype)
     stack.randomise(111, 1.5)
     embedding, sublayers = stack.embedding(112), stack.linear(113)
     trace = stack.run(embedding, sublayers)
     # by the definition from what the sublayers really put out, so that only the output read is judged
-    constant = [lambda read, at=at: trace.originals[at].double() for at in range(num_sublayers)]
-    exact = stack.exact(embedding, constant)[-1]
-    yield error(f"{stack.case}, output read", trace.result, exact, 10 * VALUE[adapter.precise])
+    exact = stack.exact(embedding, stack.given(trace))[-1]
+    yield error(f"{str(dtype)[6:]}, {stack.case}, output read", trace.result, exact, allowed(dtype, 10))
 
 
 def _present(where: str, vectors: object, site: int) -> Finding:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from attnres.testing.adapter import Adapter
-from attnres.testing.inputs import DIAGNOSIS, VALUE
+from attnres.testing.inputs import DIAGNOSIS, allowed
 from attnres.testing.outcome import Finding, each, error
 from attnres.testing.registry import check
-from attnres.testing.stack import CASES, LOUD, SMALL, Stack
+from attnres.testing.stack import CASES, LOUD, SMALL, Stack, Trace
 
 
 @check(
@@ -68,16 +69,57 @@ def _short(names: list[str]) -> list[str]:
 
 @check("schedule.reads", "with random queries, key weights and linear sublayers, each read is Eq. 2-6")
 def reads(adapter: Adapter) -> Iterator[Finding]:
-    """Everything up to the output read."""
-    for num_sublayers, size in SMALL:
-        yield from each(_reads(adapter, num_sublayers, size))
+    """Everything up to the output read, in each dtype."""
+    for dtype in adapter.dtypes:
+        for case in SMALL:
+            yield from each(_reads(adapter, case, dtype))
 
 
-def _reads(adapter: Adapter, num_sublayers: int, size: int) -> Iterator[Finding]:
-    stack = Stack(adapter, num_sublayers, size, 16)
+def _reads(adapter: Adapter, case: tuple[int, int], dtype: torch.dtype) -> Iterator[Finding]:
+    stack = Stack(adapter, *case, 16, dtype=dtype)
     stack.randomise(101, 1.5)
     embedding, sublayers = stack.embedding(102), stack.linear(103)
-    found = stack.run(embedding, sublayers).reads
-    exact = stack.exact(embedding, sublayers)
-    for site, (read, right) in enumerate(zip(found, exact, strict=False)):
-        yield error(f"{stack.case}, read {site}", read, right, 10 * VALUE[adapter.precise])
+    trace = stack.run(embedding, sublayers)
+    yield from _right(f"{str(dtype)[6:]}, ", stack, embedding, trace)
+
+
+def _right(where: str, stack: Stack, embedding: Tensor, trace: Trace) -> Iterator[Finding]:
+    """Each read but the output's, from what the sublayers before it really put out."""
+    exact = stack.exact(embedding, stack.given(trace))
+    for site, (read, right) in enumerate(zip(trace.reads, exact, strict=False)):
+        yield error(f"{where}{stack.case}, read {site}", read, right, allowed(stack.dtype, 10))
+
+
+@check("schedule.batch", "several sequences at once: each is read as it is by itself")
+def batch(adapter: Adapter) -> Iterator[Finding]:
+    """Three sequences; the result against each of them alone."""
+    for case in SMALL:
+        yield from each(_batch(adapter, case))
+
+
+def _batch(adapter: Adapter, case: tuple[int, int]) -> Iterator[Finding]:
+    stack = Stack(adapter, *case, 16)
+    stack.randomise(104, 1.5)
+    embedding, sublayers = stack.embedding(105, batch=3), stack.linear(106)
+    trace = stack.run(embedding, sublayers)
+    yield from _right("batch of 3, ", stack, embedding, trace)
+    alone = torch.cat([stack.run(one, sublayers).result for one in embedding.split(1)])
+    yield error(f"batch of 3, {stack.case}, result", trace.result, alone.double(), allowed(stack.dtype, 10))
+
+
+@check("schedule.no_gradient", "under no_grad, as in inference, the reads are the same")
+def no_gradient(adapter: Adapter) -> Iterator[Finding]:
+    """The reads against the definition, and the result against the one with gradients."""
+    for case in SMALL:
+        yield from each(_no_gradient(adapter, case))
+
+
+def _no_gradient(adapter: Adapter, case: tuple[int, int]) -> Iterator[Finding]:
+    stack = Stack(adapter, *case, 16)
+    stack.randomise(107, 1.5)
+    embedding, sublayers = stack.embedding(108), stack.linear(109)
+    with_gradients = stack.run(embedding.clone(), sublayers).result
+    with torch.no_grad():
+        trace = stack.run(embedding.clone(), sublayers)
+    yield from _right("", stack, embedding, trace)
+    yield error(f"{stack.case}, result", trace.result, with_gradients.detach().double(), allowed(stack.dtype, 10))

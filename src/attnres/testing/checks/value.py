@@ -65,7 +65,7 @@ def key_weight(adapter: Adapter) -> Iterator[Finding]:
 @check("value.score_scale", "scores have the definition's scale: for the paper no 1/sqrt(dim), no temperature")
 def score_scale(adapter: Adapter) -> Iterator[Finding]:
     """Log-odds of two sources, over the difference of their unscaled scores."""
-    pair, expected = _of_size(adapter, _pair(adapter), 1.0), adapter.definition.scale(64)
+    pair, expected = _of_size(_pair(adapter), 1.0), adapter.definition.scale(64)
     weight = None if pair.key_weight is None else torch.ones_like(pair.key_weight)  # which has a check of its own
     inputs = Inputs(pair.sources, pair.query, weight, pair.eps)
     seen = log_odds(adapter, inputs) / (_difference(adapter, inputs, inputs.eps) / expected)
@@ -76,7 +76,7 @@ def score_scale(adapter: Adapter) -> Iterator[Finding]:
 def softmax(adapter: Adapter) -> Iterator[Finding]:
     """The sum of the weights of three sources whose root mean square is one."""
     inputs = random_inputs(adapter, 3, 64, (1,), seed=22)
-    level = _of_size(adapter, inputs, 1.0)
+    level = _of_size(inputs, 1.0)
     weights = _shares(level.call(adapter), torch.stack(level.sources))
     yield number("sum of weights", weights.sum().item(), 1.0, DIAGNOSIS[adapter.precise])
 
@@ -107,12 +107,14 @@ def key_norm(adapter: Adapter) -> Iterator[Finding]:
 
 @check("value.eps", "eps is added to the mean square, under the root")
 def eps(adapter: Adapter) -> Iterator[Finding]:
-    """Sources whose mean square is eps: a score is then 1/sqrt(2) of what it is when they are large."""
-    pair = _pair(adapter)
-    quiet, loud = _of_size(adapter, pair, math.sqrt(pair.eps)), _of_size(adapter, pair, 1.0)
-    seen = log_odds(adapter, quiet) / log_odds(adapter, loud)
-    expected = _difference(adapter, quiet, pair.eps) / _difference(adapter, loud, pair.eps)
-    yield number("score of small sources over that of large ones", seen, expected, 2 * DIAGNOSIS[adapter.precise])
+    """Sources whose mean square is eps: a score is then 1/sqrt(2) of what it is when they are large. In each dtype."""
+    for dtype in adapter.dtypes:
+        pair = _pair(adapter, dtype)
+        quiet, loud = _of_size(pair, math.sqrt(pair.eps)), _of_size(pair, 1.0)
+        seen = log_odds(adapter, quiet) / log_odds(adapter, loud)
+        expected = _difference(adapter, quiet, pair.eps) / _difference(adapter, loud, pair.eps)
+        where = f"{str(dtype)[6:]}, score of small sources over that of large ones"
+        yield number(where, seen, expected, 2 * DIAGNOSIS[dtype])
 
 
 @check("value.several_queries", "several queries on the same sources give what each gives by itself")
@@ -140,10 +142,10 @@ def log_odds(adapter: Adapter, inputs: Inputs) -> float:
     return math.log(shares[0] / shares[1]) if shares[0] > 0 and shares[1] > 0 else math.nan
 
 
-def _pair(adapter: Adapter) -> Inputs:
+def _pair(adapter: Adapter, dtype: torch.dtype | None = None) -> Inputs:
     """Two sources of one token whose scores differ by more than one, so that log-odds are worth reading."""
     for seed in range(200, 300):
-        inputs = random_inputs(adapter, 2, 64, (1,), seed=seed)
+        inputs = random_inputs(adapter, 2, 64, (1,), dtype=dtype, seed=seed)
         if 1 < abs(_difference(adapter, inputs, inputs.eps)) < 2:
             return inputs
     raise AssertionError("no seed will do")
@@ -154,10 +156,10 @@ def _difference(adapter: Adapter, inputs: Inputs, eps: float) -> float:
     return (scores[0] - scores[1]).item()
 
 
-def _of_size(adapter: Adapter, inputs: Inputs, size: float) -> Inputs:
+def _of_size(inputs: Inputs, size: float) -> Inputs:
     """The same with each source of one token scaled to a root mean square."""
     sources = [
-        (source / source.double().square().mean().sqrt() * size).to(adapter.precise) for source in inputs.sources
+        (source.double() / source.double().square().mean().sqrt() * size).to(source.dtype) for source in inputs.sources
     ]
     return Inputs(sources, inputs.query, inputs.key_weight, inputs.eps)
 
