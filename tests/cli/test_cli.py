@@ -223,7 +223,7 @@ def wait_for(metrics: Path, lines: int, process: subprocess.Popen) -> None:
 BAD = {
     "unknown command": (["trian"], r"command is 'trian'; allowed: compare, train"),
     "no arm": (["compare", "--out", "{out}"], r"Missing from attnres compare: --arms"),
-    "unknown arm": (["compare", "--arms", "prenorm", "mhc", "--out", "{out}"], r"arm is 'mhc'; allowed: prenorm"),
+    "unknown arm": (["compare", "--arms", "prenorm", "mhd", "--out", "{out}"], r"arm is 'mhd'; allowed: full, block"),
     "arm twice": (["compare", "--arms", "full", "full", "--out", "{out}"], r"arms are \['full', 'full'\]; allowed"),
     "no seed": (["compare", "--arms", "full", "--seeds", "0", "--out", "{out}"], r"seeds is 0; allowed: 1 or more"),
     "unknown preset": (["train", "--preset", "huge", "--out", "{out}"], r"preset is 'huge'; allowed: tiny, small"),
@@ -231,7 +231,7 @@ BAD = {
     "wrong type": (["train", "--train.steps", "many", "--out", "{out}"], r"--train.steps.*'many'"),
     "wrong choice": (["train", "--train.precision", "fp8", "--out", "{out}"], r"'fp8'.*'auto', 'fp32', 'bf16'"),
     "no steps": (["train", "--train.steps", "0", "--out", "{out}"], r"steps is 0; allowed: 1 or more"),
-    "unknown residual": (["train", "--residual", "mhc", "--out", "{out}"], r"residual is 'mhc'; allowed: prenorm"),
+    "unknown residual": (["train", "--residual", "mhd", "--out", "{out}"], r"residual is 'mhd'; allowed: full, block"),
     "S below 1": (["train", "--residual", "block", "--residual.sublayers-per-block", "0", "--out", "{out}"],
                   r"sublayers_per_block is 0; allowed is a whole number of 1 or more"),
     "both block settings": (["train", "--residual", "block", "--residual.sublayers-per-block", "2",

@@ -56,7 +56,7 @@ def test_every_registered_strategy_can_be_read() -> None:
         ),
         ({"residual": {"type": "PreNorm"}, "train": {"step": 3}}, "unknown key 'train.step'; allowed: steps"),
         ({"residual": {"type": "PreNorm", "blocks": 3}}, "unknown key 'residual.blocks'"),
-        ({"residual": {"type": "Nope"}}, "residual.type is 'Nope'; allowed: PreNorm, FullAttnRes, BlockAttnRes"),
+        ({"residual": {"type": "Nope"}}, "residual.type is 'Nope'; allowed: FullAttnRes, BlockAttnRes"),
         ({"residual": {}}, "residual.type is None"),
         ({"residual": "block"}, "residual is 'block'; allowed: an object"),
         ({}, "key 'residual' is missing"),
@@ -99,7 +99,7 @@ def test_a_wrong_entry_is_refused_by_its_dotted_key(data: dict[str, Any], messag
         (lambda: TrainConfig(device="tpu"), "device is 'tpu'"),
         (lambda: TrainConfig(threads=0), "threads is 0"),
         (lambda: TrainConfig(trackers=("mlflow",)), "trackers"),
-        (lambda: RunConfig(residual="block"), "residual is 'block'; allowed: PreNorm"),
+        (lambda: RunConfig(residual="block"), "residual is 'block'; allowed: FullAttnRes, BlockAttnRes"),
     ],
 )
 def test_a_setting_outside_its_range_is_refused_by_name(build: Any, message: str) -> None:

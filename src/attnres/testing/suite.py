@@ -64,8 +64,8 @@ def run(adapter: Adapter, checks: Iterable[Check] | None = None) -> Verdicts:
 
     Examples:
         >>> from attnres.testing.adapters.ours import Reference
-        >>> [outcome.status for outcome in run(Reference(), select(["value.score_scale", "schedule"])).outcomes]
-        ['pass', 'pass', 'pass', 'pass']
+        >>> [outcome.status for outcome in run(Reference(), select(["value.score_scale", "init.queries"])).outcomes]
+        ['pass', 'pass']
     """
     outcomes = []
     for check in select() if checks is None else checks:
