@@ -41,7 +41,7 @@ class BlockAttnRes(DepthAttentionStrategy):
             )
         for name in ("sublayers_per_block", "num_blocks"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value!r}; allowed is a whole number of 1 or more")
         if self.remainder not in ("tail", "balanced"):
             raise ConfigError(f'remainder is {self.remainder!r}; allowed are "tail" and "balanced"')

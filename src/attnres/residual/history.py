@@ -95,7 +95,7 @@ class AttnResVariant(HistoryStrategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         size = self.sublayers_per_block
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if size < 1:
             raise ConfigError(f"sublayers_per_block is {size!r}; allowed is a whole number of 1 or more")
 
     @property

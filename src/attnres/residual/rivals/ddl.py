@@ -55,7 +55,7 @@ class DeepDeltaLearning(MultiStream):
         super().__post_init__()
         for name, least in (("streams", 1), ("beta_hidden", 0)):
             number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            if number < least:
                 raise ConfigError(f"{name} is {number!r}; allowed is a whole number of {least} or more")
         if self.value not in get_args(Value):
             raise ConfigError(f'value is {self.value!r}; allowed are "sigmoid", "linear" and "constant"')

@@ -67,7 +67,7 @@ class DenseFormer(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         count = self.sublayers_per_average
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if count < 1:
             raise ConfigError(f"sublayers_per_average is {count!r}; allowed is a whole number of 1 or more")
 
     @property

@@ -78,7 +78,7 @@ class HyperConnections(MultiStream):
     def __post_init__(self) -> None:
         super().__post_init__()
         count = self.streams
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if count < 1:
             raise ConfigError(f"streams is {count!r}; allowed is a whole number of 1 or more")
 
     @property

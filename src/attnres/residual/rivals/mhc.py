@@ -45,7 +45,7 @@ class ManifoldHyperConnections(ConstrainedStreams):
         super().__post_init__()
         for name in ("streams", "sinkhorn_iterations"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if value < 1:
                 raise ConfigError(f"{name} is {value!r}; allowed is a whole number of 1 or more")
         if not 0 <= self.map_eps < 1:
             raise ConfigError(f"map_eps is {self.map_eps!r}; allowed is 0 or more, and below 1")

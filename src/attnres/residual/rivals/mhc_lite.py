@@ -34,7 +34,7 @@ class MHCLite(ConstrainedStreams):
     def __post_init__(self) -> None:
         super().__post_init__()
         count = self.streams
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_STREAMS:
+        if not 1 <= count <= MOST_STREAMS:
             raise ConfigError(f"streams is {count!r}; allowed is a whole number from 1 to {MOST_STREAMS}")
 
     @property

@@ -51,7 +51,7 @@ class LayerAttention(Strategy):
         if self.form not in get_args(Form):
             raise ConfigError(f'form is {self.form!r}; allowed are "base" and "light"')
         for name, value in (("heads", self.heads), ("taps", self.taps)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value!r}; allowed is a whole number of 1 or more")
         if self.taps is not None and self.taps % 2 == 0:
             raise ConfigError(f"taps is {self.taps}; allowed is an odd number")

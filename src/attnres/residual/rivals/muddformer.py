@@ -46,7 +46,7 @@ class MUDDFormer(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         factor = self.last_expansion
-        if isinstance(factor, bool) or not isinstance(factor, int) or factor < 1:
+        if factor < 1:
             raise ConfigError(f"last_expansion is {factor!r}; allowed is a whole number of 1 or more")
 
     @property

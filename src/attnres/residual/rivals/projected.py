@@ -67,7 +67,7 @@ class ProjectedResidual(SingleStream):
     def __post_init__(self) -> None:
         super().__post_init__()
         count = self.channel_groups
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if count < 1:
             raise ConfigError(f"channel_groups is {count!r}; allowed is a whole number of 1 or more")
 
     @property

@@ -49,7 +49,7 @@ class BlockMHC(AttnResVariant):
         super().__post_init__()
         for name in ("streams", "sinkhorn_iterations"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if value < 1:
                 raise ConfigError(f"{name} is {value!r}; allowed is a whole number of 1 or more")
 
     @property

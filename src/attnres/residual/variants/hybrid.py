@@ -34,7 +34,7 @@ class Hybrid(FusedVariant):
     def __post_init__(self) -> None:
         super().__post_init__()
         first = self.first_sublayer
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        if first < 0:
             raise ConfigError(f"first_sublayer is {first!r}; allowed is a whole number of 0 or more")
 
     @property

@@ -55,7 +55,7 @@ class LowRankQuerySite(DepthSite):
 
 def check_rank(rank: Any) -> None:
     """Raise `ConfigError` unless the rank is a whole number of 1 or more."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+    if rank < 1:
         raise ConfigError(f"rank is {rank!r}; allowed is a whole number of 1 or more")
 
 

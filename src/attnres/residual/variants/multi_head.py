@@ -36,7 +36,7 @@ class MultiHeadAttnRes(AttnResVariant):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.heads, bool) or not isinstance(self.heads, int) or self.heads < 1:
+        if self.heads < 1:
             raise ConfigError(f"heads is {self.heads!r}; allowed is a whole number of 1 or more")
 
     @property

@@ -35,7 +35,7 @@ class TopK(AttnResVariant):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+        if self.k < 1:
             raise ConfigError(f"k is {self.k!r}; allowed is a whole number of 1 or more")
 
     @property

@@ -36,7 +36,7 @@ class SlidingWindow(HistoryStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+        if self.window < 1:
             raise ConfigError(f"window is {self.window!r}; allowed is a whole number of 1 or more")
 
     @property
