@@ -19,7 +19,7 @@ from attnres.residual.rivals.postnorm import PostNorm
 from attnres.residual.rivals.sandwich import SandwichNorm
 from attnres.residual.rivals.siamese import SiameseNorm
 from models.small import kimi_linear
-from strategies.toy import DIM, EPS, SUBLAYERS, Toy, toy
+from strategies.toy import DIM, EPS, SUBLAYERS, Toy, assert_reads, embedding, toy
 
 SIZES = {
     "vocab_size": 64,
@@ -39,17 +39,6 @@ def norm(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def apply(model: Toy, index: int, value: torch.Tensor) -> torch.Tensor:
     """A sublayer without its norm."""
     return torch.tanh(model.linears[index](torch.cat([value] * 3, dim=-1))) * (1 + index % 3)
-
-
-def embedding() -> torch.Tensor:
-    return torch.randn(2, 3, DIM, dtype=torch.float64)
-
-
-def assert_reads(model: Toy, x: torch.Tensor, expected: list[torch.Tensor]) -> None:
-    reads, _ = model(x)
-    assert len(reads) == len(expected) == SUBLAYERS + 1
-    for read, value in zip(reads, expected, strict=True):
-        torch.testing.assert_close(read, value, rtol=1e-9, atol=1e-9)
 
 
 def test_postnorm_is_its_formula():

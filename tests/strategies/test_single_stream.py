@@ -15,7 +15,7 @@ from attnres.residual.rivals.layerscale import LayerScale, start_by_depth
 from attnres.residual.rivals.nanochat import NanochatResidual
 from attnres.residual.rivals.rescaled import RescaledResidual
 from attnres.residual.rivals.rezero import ReZero
-from strategies.toy import DIM, EPS, SUBLAYERS, Toy, toy
+from strategies.toy import DIM, EPS, SUBLAYERS, Toy, assert_reads, embedding, toy
 
 LAYERS = SUBLAYERS // 2
 
@@ -24,17 +24,6 @@ def sublayer(model: Toy, index: int, value: torch.Tensor) -> torch.Tensor:
     """A sublayer with its own norm."""
     normed = value / (value.square().mean(-1, keepdim=True) + EPS).sqrt() * model.norms[index].weight
     return torch.tanh(model.linears[index](torch.cat([normed] * 3, dim=-1))) * (1 + index % 3)
-
-
-def embedding() -> torch.Tensor:
-    return torch.randn(2, 3, DIM, dtype=torch.float64)
-
-
-def assert_reads(model: Toy, x: torch.Tensor, expected: list[torch.Tensor]) -> None:
-    reads, _ = model(x)
-    assert len(reads) == len(expected) == SUBLAYERS + 1
-    for read, value in zip(reads, expected, strict=True):
-        torch.testing.assert_close(read, value, rtol=1e-9, atol=1e-9)
 
 
 def test_rescaled_residual_is_the_mean_of_everything():

@@ -68,3 +68,16 @@ def mixing_of(model: Toy, embedding: Tensor, view: int = 0) -> tuple[Tensor, lis
     with torch.no_grad(), model.residual.listen(listener):
         reads, outputs = model(embedding)
     return listener.matrix(view), reads, outputs
+
+
+def embedding() -> Tensor:
+    """What the tests of formulas start from."""
+    return torch.randn(2, 3, DIM, dtype=torch.float64)
+
+
+def assert_reads(model: Toy, x: Tensor, expected: list[Tensor]) -> None:
+    """Every read of a pass from ``x``, the output read last, is the one expected."""
+    reads, _ = model(x)
+    assert len(reads) == len(expected) == SUBLAYERS + 1
+    for read, value in zip(reads, expected, strict=True):
+        torch.testing.assert_close(read, value, rtol=1e-9, atol=1e-9)
