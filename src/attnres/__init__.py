@@ -7,11 +7,13 @@
 
 from typing import TYPE_CHECKING, Any
 
+from attnres.registration import register_when_imported
+
 __version__ = "0.1.0"
-__all__ = ["build", "convert"]
+__all__ = ["build", "convert", "unconvert"]
 
 if TYPE_CHECKING:
-    from attnres.models import build, convert
+    from attnres.models import build, convert, unconvert
 
 
 def __getattr__(name: str) -> Any:
@@ -20,3 +22,6 @@ def __getattr__(name: str) -> Any:
 
         return getattr(models, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+register_when_imported()

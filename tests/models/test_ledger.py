@@ -100,7 +100,7 @@ def test_ledger_of_an_odd_number_of_sublayers():
     state = base.embed_tokens(torch.ones(1, 2, dtype=torch.long))
     with residual.listen(ledger), torch.no_grad():
         for index, layer in enumerate(base.layers[:2]):
-            state = ResidualDecoderLayer(layer, FAMILIES["LlamaDecoderLayer"], residual, index)(state)
+            state = ResidualDecoderLayer(layer, FAMILIES["LlamaDecoderLayer"], residual, 2 * index)(state)
         read = base.layers[2].input_layernorm(residual.read(state, 4))
         state = residual.write(state, 4, base.layers[2].self_attn(read)[0])
         base.norm(state)

@@ -40,6 +40,11 @@ def check_attention(site: Site, layer: nn.Module, family: Family) -> None:
         UnsupportedModelError: The attention has no separate query, key and value projections, and the site needs them.
     """
     if site.views > 1 or isinstance(site, ProjectionNormSite):
+        if family.is_parallel(layer):
+            raise UnsupportedModelError(
+                f"{family.name} runs attention and MLP side by side, from one read, but this strategy reads for query, "
+                "key and value apart; allowed are families that run them in turn, such as Llama and Qwen3"
+            )
         projections(layer, family)
 
 
@@ -48,13 +53,13 @@ def _normalize_projections(site: ProjectionNormSite, layer: nn.Module, family: F
 
     Where the attention has a norm for a projection already (Qwen3: queries and keys), that one serves.
     """
-    attention: Any = getattr(layer, family.attention)
+    attention: Any = getattr(layer, family.attention.module)
     for name, projection in zip(PROJECTIONS, projections(layer, family), strict=True):
         if not hasattr(attention, name.replace("_proj", "_norm")):
             site.add_norm(name, attention.head_dim)
             projection.register_forward_hook(partial(_normalize, site=site, name=name))
     if site.takes_norm:
-        getattr(layer, family.attention_norm).weight.requires_grad_(False)
+        getattr(layer, str(family.attention.norm)).weight.requires_grad_(False)
 
 
 def projections(layer: nn.Module, family: Family) -> list[nn.Module]:
@@ -63,7 +68,7 @@ def projections(layer: nn.Module, family: Family) -> list[nn.Module]:
     Raises:
         UnsupportedModelError: There are none.
     """
-    attention: Any = getattr(layer, family.attention)
+    attention: Any = getattr(layer, family.attention.module)
     named = [getattr(attention, name, None) for name in PROJECTIONS]
     found: list[nn.Module] = [module for module in named if isinstance(module, nn.Linear)]
     others = {name.split(".")[0] for name, _ in attention.named_parameters()} - {*PROJECTIONS, *OUTPUT_AND_NORMS}

@@ -1,43 +1,109 @@
-"""Model classes for converted models: the family's own class, told about sites and taps.
+"""Model classes for converted models: the family's own class, told about the residual path.
 
-A converted model stays an instance of its family's class. The derived class adds three things that Transformers looks
-up on classes: how our parameters are initialised, what ``output_hidden_states`` records, and which layer class must not
-be split across devices.
+A converted model stays an instance of its family's class. The derived class adds what Transformers looks up on
+classes: how a model is made from its config, how our parameters are initialised, what ``output_hidden_states`` records,
+and which layer class must not be split across devices.
 """
 
 from functools import cache
 from typing import Any
 
 import transformers
-from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import output_capturing
 from transformers.utils.output_capturing import OutputRecorder
 
-from attnres.errors import UnsupportedModelError
+from attnres.errors import CheckpointError, ConfigError
+from attnres.models.config import PREFIX, AttnResConfigMixin, config_class, parse_strategy
+from attnres.models.families import FAMILIES, Family
+from attnres.models.install import install
 from attnres.models.layer import HiddenStateTap, ResidualDecoderLayer
 from attnres.residual import Site
 
-PREFIX = "AttnRes"
+AUTO_CLASSES: tuple[Any, ...] = (
+    transformers.AutoModel,
+    transformers.AutoModelForCausalLM,
+    transformers.AutoModelForSequenceClassification,
+    transformers.AutoModelForTokenClassification,
+    transformers.AutoModelForQuestionAnswering,
+)
+"""Auto classes that find converted models."""
 
 
 class AttnResMixin:
     """What a converted model adds to its family's class."""
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: the family's own loading knows nothing of the strategy and would drop its parameters."""
-        base = cls.__name__.removeprefix(PREFIX)
-        raise UnsupportedModelError(
-            f"{cls.__name__}.from_pretrained would drop the strategy; build the model from its config, convert it, and "
-            f"load the state dict into that ({base} loads the weights as a plain model)"
-        )
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        if not isinstance(config, AttnResConfigMixin):
+            raise ConfigError(
+                f"config is a {type(config).__name__}; allowed is that of a converted model (attnres.convert)"
+            )
+        super().__init__(config, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+        base: Any = self.base_model  # pyright: ignore[reportAttributeAccessIssue]
+        install(base, family_in(config, base), parse_strategy(config.attnres))
+        for part in {id(part): part for part in (self, base)}.values():
+            adopt(part)
 
-    def _init_weights(self, module: nn.Module) -> None:
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """Load a converted model, completely: every parameter of the strategy has to be there.
+
+        As in Transformers, and besides:
+
+        Raises:
+            CheckpointError: Weights of the residual path are missing, unknown or of another shape. (Transformers would
+                start these anew, with a warning.)
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        check_loaded(cls.__name__, info)
+        return (model, info) if output_loading_info else model
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Whether Transformers should mistrust names of weights: no, they are the family's."""
+        return False
+
+    def _init_weights(self, module: Any) -> None:
         if isinstance(module, Site):
             module.reset_parameters()
         else:
             super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_loaded(name: str, info: Any) -> None:
+    """Refuse a checkpoint that does not have exactly the residual parameters of its config.
+
+    Raises:
+        CheckpointError: With the names.
+    """
+    problems = {
+        "missing": [key for key in info["missing_keys"] if _is_residual(key)],
+        "not in this model": [key for key in info["unexpected_keys"] if _is_residual(key)],
+        "of another shape": [str(key[0]) for key in info.get("mismatched_keys", ()) if _is_residual(str(key[0]))],
+    }
+    found = "; ".join(f"{what}: {', '.join(sorted(keys))}" for what, keys in problems.items() if keys)
+    if found:
+        raise CheckpointError(f"the weights do not fit the strategy in the config of this {name}: {found}")
+
+
+def _is_residual(name: str) -> bool:
+    return "residual.sites." in name
+
+
+def family_in(config: Any, base: Any) -> Family:
+    """The family of a model that is made from a config: the one described there, else the known one.
+
+    Raises:
+        ConfigError: There is neither.
+    """
+    described = getattr(config, "attnres_family", None)
+    if described is not None:
+        return Family.from_dict(described)
+    for family in FAMILIES.values():
+        layers = getattr(base, family.layers, ())
+        if layers and {type(layer).__name__ for layer in layers} == {family.layer_class}:
+            return family
+    raise ConfigError(f"{type(base).__name__} is no known family, and its config does not describe it (attnres_family)")
 
 
 @cache
@@ -49,19 +115,45 @@ def converted_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     attributes = {
         "__module__": __name__,
         "__doc__": f"`{base.__name__}` with a residual strategy.",
+        "config_class": config_class(base.config_class),
         "_can_record_outputs": {**(base._can_record_outputs or {}), "hidden_states": hidden_states},
-        "_no_split_modules": [*(base._no_split_modules or ()), ResidualDecoderLayer.__name__],
+        "_no_split_modules": [*(base._no_split_modules or ()), ResidualDecoderLayer.__name__, "Residual"],
     }
     return type(PREFIX + base.__name__, (AttnResMixin, base), attributes)
 
 
 def adopt(model: PreTrainedModel) -> None:
     """Turn a model, in place, into an instance of its converted class."""
-    model.__class__ = converted_class(type(model))
+    if not isinstance(model, AttnResMixin):
+        model.__class__ = converted_class(type(model))
+    _record_outputs(model)
+
+
+def release(model: PreTrainedModel) -> None:
+    """The inverse of `adopt`."""
+    model.__class__ = next(c for c in type(model).__mro__ if not c.__name__.startswith(PREFIX))
+    _record_outputs(model)
+
+
+def register(config: type[PreTrainedConfig]) -> None:
+    """Let Transformers' auto classes find the models of a converted config class. Done when such a config is loaded."""
+    family = config.__mro__[2]
+    for auto in AUTO_CLASSES:
+        mapping = auto._model_mapping
+        if family in mapping and config not in mapping:
+            base = mapping[family]
+            mapping.register(config, converted_class(base[0] if isinstance(base, tuple) else base))
+
+
+def _record_outputs(model: PreTrainedModel) -> None:
+    """Let Transformers record what the class says; hooks that an earlier call left are made anew by the next."""
     output_capturing._CAN_RECORD_REGISTRY[model] = model._can_record_outputs
-    if getattr(model, "_output_capturing_hooks_installed", False):  # by an earlier call; the layers it hooked are gone
-        recorder = (model._can_record_outputs or {})["hidden_states"]
-        output_capturing.recursively_install_hooks(model, "", [("hidden_states", recorder)])
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__name__", "") == "output_capturing_hook":
+                del module._forward_hooks[key]
+        if "_output_capturing_hooks_installed" in vars(module):
+            vars(module)["_output_capturing_hooks_installed"] = False
 
 
 def __getattr__(name: str) -> Any:  # so that a pickled model finds its class again

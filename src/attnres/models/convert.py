@@ -1,4 +1,4 @@
-"""Give a Hugging Face decoder a residual strategy: a trained one by conversion, a new one from its config."""
+"""Give a Hugging Face decoder a residual strategy, a trained one by conversion, a new one from its config; and back."""
 
 import copy
 from typing import Any
@@ -8,13 +8,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from attnres.errors import ConfigError, UnsupportedModelError
-from attnres.models.attention import adapt_attention, check_attention
-from attnres.models.classes import AttnResMixin, adopt
-from attnres.models.families import family_of, sublayer_norms
+from attnres.models.classes import AttnResMixin, adopt, release
+from attnres.models.config import AttnResConfigMixin, config_class, describe_strategy, plain_config
+from attnres.models.discovery import discover
+from attnres.models.families import FAMILIES, Family, known_family
 from attnres.models.gain import scale_projections
-from attnres.models.layer import ResidualDecoderLayer, read_before
-from attnres.models.proof import prove
-from attnres.residual import Residual, Strategy
+from attnres.models.install import make_residual, put_in, take_out
+from attnres.models.proof import prove, prove_whole
+from attnres.models.scale import check_scale
+from attnres.residual import Strategy
 
 
 def build(config: PreTrainedConfig, strategy: Strategy, *, dtype: torch.dtype | None = None) -> Any:
@@ -44,72 +46,87 @@ def build(config: PreTrainedConfig, strategy: Strategy, *, dtype: torch.dtype | 
     if saved is not None and saved != describe_strategy(settled):
         raise ConfigError(f"the config says attnres={saved}, but {describe_strategy(settled)} was asked for")
     keywords = {} if dtype is None else {"dtype": dtype}
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **keywords)
-    converted = convert(model, settled)
+    plain = plain_config(config) if isinstance(config, AttnResConfigMixin) else copy.deepcopy(config)
+    model = AutoModelForCausalLM.from_config(plain, **keywords)
+    converted = convert(model, settled, allow_change=True)
     scale_projections(converted, settled.weight_gain(converted.base_model.residual.num_sublayers))
     return converted
 
 
-def convert(model: Any, strategy: Strategy) -> Any:
+def convert(model: Any, strategy: Strategy, *, allow_change: bool = False) -> Any:
     """Give a Hugging Face decoder a residual strategy, in place, sharing all its weights.
 
     Names of the base parameters do not change. For the strategies that start as PreNorm does, Full and Block AttnRes
     among them, the converted model is the same function as before (to rounding): with zero pseudo-queries (as they
     start) and the default read scale of conversion, ``"sum"``, every hidden value is the residual sum. Others, such as
     PostNorm, make another function of the same weights; docs/strategies.md says which. Before anything is replaced,
-    one layer of each kind is run against its decomposition.
+    one layer of each kind is run against its decomposition. A decoder of an unknown family is described by watching it
+    run, and then has to pass the same check.
 
     Args:
-        model: A `PreTrainedModel` of a supported family, with or without its language-model head.
+        model: A `PreTrainedModel`, with or without its language-model head.
         strategy: The residual strategy; a read scale left open becomes ``"sum"``.
+        allow_change: Convert even where reads are means (``read_scale="mean"``) and something reads them without a
+            norm, so that the model's function changes.
 
     Returns:
         The same model object, now of a class derived from its own, with `model.base_model.residual`.
 
     Raises:
         ConfigError: The strategy does not fit the depth or the width.
-        UnsupportedModelError: The model is not a supported decoder, has a strategy already, its decomposition is not
-            exact, or its layers have hooks, which would be lost.
+        UnsupportedModelError: The model is not a decoder, has a strategy already, its decomposition is not exact, its
+            layers have hooks, which would be lost, or the read scale would change it.
     """
     base = _base_model(model)
-    family = family_of(base.layers)
-    embedding, norm = base.get_input_embeddings().weight, base.norm
-    residual = Residual(
-        strategy.with_read_scale("sum"),
-        2 * len(base.layers),
-        embedding.shape[-1],
-        eps=norm.variance_epsilon,
-        norms=sublayer_norms(base.layers, family),
-        device=norm.weight.device,
-        dtype=norm.weight.dtype,
-    )
+    family = known_family(_known_layers(base)) or discover(base)
+    _check_no_hooks(getattr(base, family.layers))
+    residual = make_residual(base, family, strategy.with_read_scale("sum"))
     prove(base, family)
-    for index, layer in enumerate(base.layers):
-        check_attention(residual.site(2 * index), layer, family)
-    base.layers = nn.ModuleList(
-        ResidualDecoderLayer(layer, family, residual, index) for index, layer in enumerate(base.layers)
-    )
-    base.residual = residual
-    for index, layer in enumerate(base.layers):
-        adapt_attention(residual.site(2 * index), layer, family)
-    read_before(norm, residual)
-    _own_config(model, residual.strategy, num_hidden_states=len(base.layers) + 1)
+    if family.layer_class not in FAMILIES:
+        prove_whole(base, family)
+    if not allow_change:
+        check_scale(base, family, residual.strategy)
+    put_in(base, family, residual)
+    described = None if family.layer_class in FAMILIES else family
+    _own_config(model, residual.strategy, described)
     for part in {id(part): part for part in (model, base)}.values():
         adopt(part)
     return model
 
 
-def describe_strategy(strategy: Strategy) -> dict[str, Any]:
-    """A strategy as JSON values, the way a converted model's config holds it.
+def unconvert(model: Any) -> Any:
+    """Take the residual strategy out of a converted model again, in place: its own layers, and all its weights.
 
-    Without ``phases``, which is how the reads are computed and not what they are.
+    With zero pseudo-queries and ``read_scale="sum"`` the plain model is the same function (to rounding). What the
+    residual path has learned is lost; `attnres unconvert` says by how much the model changes.
+
+    Args:
+        model: A model that `convert` or `build` returned, or a loaded one.
+
+    Returns:
+        The same model object, now of its family's own class.
+
+    Raises:
+        UnsupportedModelError: The model has no strategy, or one that changes the sublayers themselves.
     """
-    settings = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in vars(strategy).items()
-        if name != "phases"
-    }
-    return {"type": type(strategy).__name__, **settings}
+    base = converted_base(model)
+    take_out(base)
+    _replace_config(model, plain_config(model.config))
+    for part in {id(part): part for part in (model, base)}.values():
+        release(part)
+    return model
+
+
+def converted_base(model: Any) -> Any:
+    """The model without head that holds the residual path of a converted model.
+
+    Raises:
+        UnsupportedModelError: The model is not a converted one.
+    """
+    if not isinstance(model, AttnResMixin):
+        raise UnsupportedModelError(f"{type(model).__name__} has no residual strategy; allowed is a converted model")
+    base: Any = model.base_model  # pyright: ignore[reportAttributeAccessIssue]
+    return base
 
 
 def _base_model(model: Any) -> Any:
@@ -119,16 +136,27 @@ def _base_model(model: Any) -> Any:
     if isinstance(model, AttnResMixin):
         seen = base.residual.strategy.label
         raise UnsupportedModelError(f"{type(model).__name__} has a residual strategy already ({seen})")
-    missing = [name for name in ("layers", "norm") if not hasattr(base, name)]
-    if missing:
-        raise UnsupportedModelError(f"{type(base).__name__} has no {' and no '.join(missing)}; not a supported decoder")
-    for index, layer in enumerate(base.layers):
+    if getattr(base.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{type(base).__name__} is an encoder and a decoder; allowed is a decoder alone")
+    return base
+
+
+def _known_layers(base: Any) -> nn.ModuleList:
+    """The layers of a known family, by where that keeps them; none where the family is not known."""
+    for family in FAMILIES.values():
+        layers = getattr(base, family.layers, None)
+        if isinstance(layers, nn.ModuleList) and hasattr(base, family.norm) and known_family(layers) is family:
+            return layers
+    return nn.ModuleList()
+
+
+def _check_no_hooks(layers: nn.ModuleList) -> None:
+    for index, layer in enumerate(layers):
         if "forward" in vars(layer) or any(map(_is_foreign, _hooks(layer))):
             raise UnsupportedModelError(
                 f"layer {index} ({type(layer).__name__}) has hooks or a forward of its own, which conversion would "
                 "lose; allowed: a model without them, so convert first and add hooks afterwards"
             )
-    return base
 
 
 def _hooks(layer: nn.Module) -> list[Any]:
@@ -140,11 +168,18 @@ def _is_foreign(hook: Any) -> bool:
     return getattr(hook, "__name__", "") != "output_capturing_hook"
 
 
-def _own_config(model: PreTrainedModel, strategy: Strategy, *, num_hidden_states: int) -> None:
+def _own_config(model: PreTrainedModel, strategy: Strategy, described: Family | None) -> None:
     """Write the strategy into a config of the model's own; other models may share the one it came with."""
-    old, new = model.config, copy.deepcopy(model.config)
+    new: Any = copy.deepcopy(model.config)
+    new.__class__ = config_class(type(new))
     new.attnres = describe_strategy(strategy)
-    new.num_hidden_states = num_hidden_states
+    if described is not None:
+        new.attnres_family = described.to_dict()
+    _replace_config(model, new)
+
+
+def _replace_config(model: PreTrainedModel, new: Any) -> None:
+    old = model.config
     for module in model.modules():
         if getattr(module, "config", None) is old:
             vars(module)["config"] = new

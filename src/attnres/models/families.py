@@ -1,81 +1,186 @@
 """Which decoder families can be decomposed into sublayers, and how.
 
 A family is described by names only: where its layers keep norms and sublayers, and which of a layer's arguments its
-attention takes. Everything else (masks, positions, caches, experts) stays Transformers'. That the description is right
-is not believed but proved, at every conversion (see `attnres.models.proof`).
+attention must not see. Everything else (masks, positions, caches, experts) stays Transformers'. That the description
+is right is not believed but proved, at every conversion (see `attnres.models.proof`). A decoder that is not in the
+table is looked at while it runs (see `attnres.models.discovery`), and then has to pass the same proof.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 from torch import nn
 
-from attnres.errors import UnsupportedModelError
+from attnres.errors import ConfigError, UnsupportedModelError
 
 Arguments = Mapping[str, Any]
 
 
-def _pass_all(layer: nn.Module, arguments: Arguments) -> Arguments:
-    del layer
-    return arguments
+@dataclass(frozen=True, kw_only=True)
+class SublayerParts:
+    """A sublayer by the names of its parts: ``dropout(output_norm(module(norm(h))))``."""
 
+    module: str
+    """Attribute of the attention, or of the MLP or MoE."""
+    norm: str | None = None
+    """Attribute of the norm before it; None where it takes what it reads as it is (OLMo-2)."""
+    output_norm: str | None = None
+    """Attribute of the norm on its output (OLMo-2, Gemma-2), if there is one."""
+    dropout: str | None = None
+    """Attribute of the dropout on its output (Phi-3), if there is one."""
 
-def _kimi_linear_arguments(layer: nn.Module, arguments: Arguments) -> Arguments:
-    """Kimi Delta Attention hands unknown arguments on to its kernels, so it must not see positions and cache flags."""
-    if layer.block_type != "linear_attention":
-        return arguments
-    return {name: value for name, value in arguments.items() if name not in ("position_ids", "use_cache")}
+    @property
+    def names(self) -> set[str]:
+        """All attributes of the layer that belong to the sublayer."""
+        return {name for name in (self.module, self.norm, self.output_norm, self.dropout) if name is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How a pre-norm decoder layer splits into ``norm -> attention`` and ``norm -> MLP``."""
+    """How a decoder layer splits into an attention and an MLP sublayer."""
 
     name: str
     """Name of the family, for messages."""
     layer_class: str
     """Class name of its decoder layer in Transformers."""
-    attention: str = "self_attn"
-    """Attribute of the attention sublayer."""
-    attention_norm: str = "input_layernorm"
-    """Attribute of the norm before attention."""
-    mlp: str = "mlp"
-    """Attribute of the MLP or MoE sublayer."""
-    mlp_norm: str = "post_attention_layernorm"
-    """Attribute of the norm before the MLP."""
-    attention_arguments: Callable[[nn.Module, Arguments], Arguments] = _pass_all
-    """From the layer's keyword arguments, those its attention takes."""
+    attention: SublayerParts = SublayerParts(module="self_attn", norm="input_layernorm")
+    """The attention sublayer."""
+    mlp: SublayerParts = SublayerParts(module="mlp", norm="post_attention_layernorm")
+    """The MLP sublayer."""
+    parallel: bool | str = False
+    """Whether attention and MLP read the same input and are written together, as one sublayer; or the attribute of the
+    layer that says so (GPT-NeoX)."""
+    drops: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By class name of an attention, arguments of the layer that it must not be given."""
+    returns_tuple: bool = False
+    """Whether a layer returns its hidden state as the first of several things (Falcon)."""
+    layers: str = "layers"
+    """Attribute of the model that holds its decoder layers."""
+    norm: str = "norm"
+    """Attribute of the model that holds its final norm."""
+
+    def is_parallel(self, layer: nn.Module) -> bool:
+        """Whether a layer's attention and MLP are one sublayer."""
+        return getattr(layer, self.parallel) if isinstance(self.parallel, str) else self.parallel
+
+    def sublayers(self, layer: nn.Module) -> int:
+        """How many sublayers a layer has: places where it reads and writes."""
+        return 1 if self.is_parallel(layer) else 2
+
+    def attention_arguments(self, attention: nn.Module, arguments: Arguments) -> Arguments:
+        """From the layer's keyword arguments, those its attention takes."""
+        dropped = self.drops.get(type(attention).__name__)
+        return {k: v for k, v in arguments.items() if k not in dropped} if dropped else arguments
+
+    def to_dict(self) -> dict[str, Any]:
+        """The description as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ConfigError: It does not describe a family.
+        """
+        try:
+            parts = {name: SublayerParts(**data[name]) for name in ("attention", "mlp")}
+            drops = {name: tuple(arguments) for name, arguments in data["drops"].items()}
+            return cls(**{**data, **parts, "drops": drops})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"attnres_family is {data!r}; allowed is the description of a family ({error})"
+            ) from error
 
 
-def sublayer_norms(layers: nn.ModuleList, family: Family) -> list[nn.Module]:
-    """The norm of each sublayer, in order."""
-    return [getattr(layer, name) for layer in layers for name in (family.attention_norm, family.mlp_norm)]
+def plain_norms(layers: nn.ModuleList, family: Family) -> list[nn.Module]:
+    """The norm before each sublayer, in order; none at all where some sublayer is not just a norm and a module.
 
+    A strategy that moves the norms, such as PostNorm, can do so only with these.
+    """
+    parts = (family.attention, family.mlp)
+    if any(family.is_parallel(layer) for layer in layers) or any(p.norm is None or p.output_norm for p in parts):
+        return []
+    return [getattr(layer, part.norm) for layer in layers for part in parts if part.norm is not None]
+
+
+_OLMO_2 = {
+    "attention": SublayerParts(module="self_attn", output_norm="post_attention_layernorm"),
+    "mlp": SublayerParts(module="mlp", output_norm="post_feedforward_layernorm"),
+}
+_GEMMA = {
+    "attention": SublayerParts(module="self_attn", norm="input_layernorm", output_norm="post_attention_layernorm"),
+    "mlp": SublayerParts(module="mlp", norm="pre_feedforward_layernorm", output_norm="post_feedforward_layernorm"),
+}
 
 FAMILIES: dict[str, Family] = {
     family.layer_class: family
     for family in (
         Family(name="Llama", layer_class="LlamaDecoderLayer"),
+        Family(name="Mistral", layer_class="MistralDecoderLayer"),
+        Family(name="Qwen2", layer_class="Qwen2DecoderLayer"),
         Family(name="Qwen3", layer_class="Qwen3DecoderLayer"),
+        Family(name="Qwen3-MoE", layer_class="Qwen3MoeDecoderLayer"),
+        Family(
+            name="Phi-3",
+            layer_class="Phi3DecoderLayer",
+            attention=SublayerParts(module="self_attn", norm="input_layernorm", dropout="resid_attn_dropout"),
+            mlp=SublayerParts(module="mlp", norm="post_attention_layernorm", dropout="resid_mlp_dropout"),
+        ),
+        Family(name="SmolLM3", layer_class="SmolLM3DecoderLayer"),
+        Family(name="OLMo-2", layer_class="Olmo2DecoderLayer", **_OLMO_2),
+        Family(name="Gemma-2", layer_class="Gemma2DecoderLayer", **_GEMMA),
+        Family(name="Gemma-3", layer_class="Gemma3DecoderLayer", **_GEMMA),
+        Family(
+            name="GPT-NeoX",
+            layer_class="GPTNeoXLayer",
+            attention=SublayerParts(module="attention", norm="input_layernorm", dropout="post_attention_dropout"),
+            mlp=SublayerParts(module="mlp", norm="post_attention_layernorm", dropout="post_mlp_dropout"),
+            parallel="use_parallel_residual",
+            norm="final_layer_norm",
+        ),
+        Family(
+            name="GPT-2",
+            layer_class="GPT2Block",
+            attention=SublayerParts(module="attn", norm="ln_1"),
+            mlp=SublayerParts(module="mlp", norm="ln_2"),
+            layers="h",
+            norm="ln_f",
+        ),
+        Family(name="DeepSeek-V3", layer_class="DeepseekV3DecoderLayer"),
         Family(
             name="Kimi Linear",
             layer_class="KimiLinearDecoderLayer",
-            attention_arguments=_kimi_linear_arguments,
+            # Kimi Delta Attention hands unknown arguments on to its kernels, so it must not see these
+            drops={"KimiLinearDeltaAttention": ("position_ids", "use_cache")},
         ),
     )
 }
-"""Supported families by the class name of their decoder layer."""
+"""Families that are known by the class name of their decoder layer."""
 
 
-def family_of(layers: nn.ModuleList) -> Family:
-    """The family of a model's decoder layers.
+def known_family(layers: nn.ModuleList) -> Family | None:
+    """The family of a model's decoder layers, if it is in the table."""
+    seen = {type(layer).__name__ for layer in layers}
+    return FAMILIES.get(seen.pop()) if len(seen) == 1 else None
+
+
+def check_children(layers: nn.ModuleList, family: Family) -> None:
+    """Refuse layers with parts that the family does not describe, which would not be run.
 
     Raises:
-        UnsupportedModelError: The layers are of an unknown class, or of several.
+        UnsupportedModelError: There is such a part, as with GPT-2's cross attention.
     """
-    seen = sorted({type(layer).__name__ for layer in layers})
-    if len(seen) == 1 and seen[0] in FAMILIES:
-        return FAMILIES[seen[0]]
-    allowed = ", ".join(f"{family.name} ({family.layer_class})" for family in FAMILIES.values())
-    raise UnsupportedModelError(f"decoder layers are {', '.join(seen) or 'missing'}; supported are {allowed}")
+    known = family.attention.names | family.mlp.names
+    for index, layer in enumerate(layers):
+        children = {name for name, _ in layer.named_children()}
+        if children != known:
+            extra, lacking = sorted(children - known), sorted(known - children)
+            seen = [f"has {', '.join(extra)} besides"] * bool(extra) + [f"lacks {', '.join(lacking)} of"] * bool(
+                lacking
+            )
+            raise UnsupportedModelError(
+                f"layer {index} ({type(layer).__name__}) {' and '.join(seen)} the parts of {family.name} "
+                f"({', '.join(sorted(known))})"
+            )

@@ -4,6 +4,7 @@ It holds the same child modules under the same names as the layer it replaces, s
 stands in the same loop of the model's own forward, so masks, positions, caches and checkpointing stay Transformers'.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,9 @@ from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from attnres.errors import UnsupportedModelError
-from attnres.models.families import Arguments, Family
-from attnres.residual import OUTPUT, Residual
+from attnres.models.families import Arguments, Family, SublayerParts
+from attnres.models.norms import is_plain, note_norm
+from attnres.residual import OUTPUT, Residual, Site
 
 
 class HiddenStateTap(nn.Module):
@@ -34,16 +36,18 @@ class HiddenStateTap(nn.Module):
 class ResidualDecoderLayer(GradientCheckpointingLayer):
     """One decoder layer: an attention and an MLP sublayer around a residual strategy.
 
+    Where a family runs the two in parallel, they are one sublayer: one read for both, and one write of their sum.
+
     Args:
         layer: The layer to take over; its children are shared, not copied.
         family: How the layer is decomposed.
         residual: The model's residual path; referred to, not owned, so its parameters have one name.
-        index: Position of the layer; the first one starts the state from the embedding.
+        first_site: Index of the site where the layer reads first; at 0 it starts the state from the embedding.
     """
 
-    _compiled: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
+    _compiled: tuple[Callable[..., Tensor], ...] | None = None
 
-    def __init__(self, layer: nn.Module, family: Family, residual: Residual, index: int):
+    def __init__(self, layer: nn.Module, family: Family, residual: Residual, first_site: int):
         super().__init__()
         for name, value in vars(layer).items():
             if not name.startswith("_") and name != "training":
@@ -52,61 +56,111 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
             self.add_module(name, child)
         self.tap = HiddenStateTap()
         self.training = layer.training
-        self.is_first = index == 0
+        self.is_first = first_site == 0
         self.family = family
+        self.is_parallel = family.is_parallel(layer)
+        self._argument_names = tuple(inspect.signature(type(layer).forward).parameters)[2:]
         # in tuples, so that they are referred to and not owned
+        self._original = (layer,)
         self._residual = (residual,)
-        self._sites = (residual.site(2 * index), residual.site(2 * index + 1))
+        self._sites = tuple(residual.site(first_site + at) for at in range(family.sublayers(layer)))
+        for parts in (family.attention, family.mlp):
+            note_norm(None if parts.norm is None else getattr(self, parts.norm))
         if "_gradient_checkpointing_func" in vars(layer):  # checkpointing was switched on before conversion
             self._gradient_checkpointing_func = vars(layer)["_gradient_checkpointing_func"]
 
-    def forward(self, hidden_states: Any, **arguments: Any) -> Any:
-        """Run both sublayers; takes and returns the state (the first layer takes the embedding)."""
+    def forward(self, hidden_states: Any, *positional: Any, **arguments: Any) -> Any:
+        """Run the sublayers; takes and returns the state (the first layer takes the embedding)."""
+        arguments = {**dict(zip(self._argument_names, positional, strict=False)), **arguments}
         (residual,) = self._residual
-        attention_site, mlp_site = self._sites
-        attend, transform = self._compiled or (self._attend, self._transform)
         if self.is_first and residual.strategy.crosses_tokens:
             refuse_cached_step(residual, arguments)
         state = residual.start(hidden_states) if self.is_first else hidden_states
-        hidden = residual.read(state, attention_site)
-        self.tap(hidden if attention_site.views == 1 else hidden[..., 0, :])
-        state = residual.write(state, attention_site, attend(hidden, arguments))
-        hidden = residual.read(state, mlp_site)
-        return residual.write(state, mlp_site, transform(hidden))
+        for at, (site, run) in enumerate(zip(self._sites, self._compiled or self._runs(), strict=True)):
+            fused = self._fused_norm(at)
+            if fused is None:
+                hidden = residual.read(state, site)
+                if at == 0:
+                    self.tap(hidden if site.views == 1 else hidden[..., 0, :])
+                output = run(hidden, arguments)
+            else:
+                hidden, state = residual.read_normed(state, site, fused.weight, fused.variance_epsilon)
+                output = run(hidden, arguments, normed=True)
+            state = residual.write(state, site, output)
+        return (state,) if self.family.returns_tuple else state
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the two sublayers, each with its norm; the arguments are those of `torch.compile`.
+        """Compile the sublayers, each with its norm; the arguments are those of `torch.compile`.
 
         Reads and writes stay outside, where their operators are fused already. A graph of the whole layer would be made
         anew for every number of sources and every place in a block, and Dynamo gives up after eight; so layers of one
         kind share two graphs, however deep the model. That is for calls with ``use_cache=False``, as in training: a
         cache has the layer's number in the graph, in a plain model too. A copy or pickle of the layer is not compiled.
         """
-        self._compiled = (
-            torch.compile(self._attend, *args, **kwargs),
-            torch.compile(self._transform, *args, **kwargs),
-        )
+        self._compiled = tuple(torch.compile(run, *args, **kwargs) for run in self._runs())
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_compiled"}
 
-    def _attend(self, hidden: Tensor, arguments: Arguments) -> Tensor:
-        family, site = self.family, self._sites[0]
-        normed = hidden if site.takes_norm else getattr(self, family.attention_norm)(hidden)
-        if site.views > 1:
-            normed = normed.flatten(-2)  # query, key and value projections each take their part
-        output = getattr(self, family.attention)(hidden_states=normed, **family.attention_arguments(self, arguments))
-        return output[0] if isinstance(output, tuple) else output
+    def original(self) -> nn.Module:
+        """The layer that was taken over, with the children that this one has by now."""
+        (layer,) = self._original
+        for name, _ in list(layer.named_children()):
+            layer.add_module(name, getattr(self, name))
+        layer.training = self.training
+        if "_checkpoint" in vars(self):
+            vars(layer)["_gradient_checkpointing_func"] = self._checkpoint
+        if "gradient_checkpointing" in vars(self):
+            vars(layer)["gradient_checkpointing"] = self.gradient_checkpointing
+        return layer
 
-    def _transform(self, hidden: Tensor) -> Tensor:
+    def _runs(self) -> tuple[Callable[..., Tensor], ...]:
+        """What stands between read and write, for each sublayer."""
+        return (self._attend_and_transform,) if self.is_parallel else (self._attend, self._transform)
+
+    def _fused_norm(self, at: int) -> Any:
+        """The norm that the read of a sublayer is to do as well, without gradients; None where it stays the norm's."""
+        if torch.is_grad_enabled() or self.is_parallel or self._compiled is not None:
+            return None
+        site, parts = self._sites[at], self.family.attention if at == 0 else self.family.mlp
+        if parts.norm is None or site.takes_norm or site.views > 1 or (at == 0 and self.tap._forward_hooks):
+            return None
+        norm = getattr(self, parts.norm)
+        return norm if is_plain(norm) else None
+
+    def _attend(self, hidden: Tensor, arguments: Arguments, *, normed: bool = False) -> Tensor:
+        family, site = self.family, self._sites[0]
+        hidden = hidden if normed else self._norm(hidden, family.attention, site)
+        if site.views > 1:
+            hidden = hidden.flatten(-2)  # query, key and value projections each take their part
+        attention = getattr(self, family.attention.module)
+        output = attention(hidden_states=hidden, **family.attention_arguments(attention, arguments))
+        return self._finish(output[0] if isinstance(output, tuple) else output, family.attention)
+
+    def _transform(self, hidden: Tensor, arguments: Arguments, *, normed: bool = False) -> Tensor:
+        del arguments
         family = self.family
-        normed = hidden if self._sites[1].takes_norm else getattr(self, family.mlp_norm)(hidden)
-        return getattr(self, family.mlp)(normed)
+        hidden = hidden if normed else self._norm(hidden, family.mlp, self._sites[-1])
+        output = getattr(self, family.mlp.module)(hidden)
+        return self._finish(output[0] if isinstance(output, tuple) else output, family.mlp)
+
+    def _attend_and_transform(self, hidden: Tensor, arguments: Arguments) -> Tensor:
+        return self._attend(hidden, arguments) + self._transform(hidden, arguments)
+
+    def _norm(self, hidden: Tensor, parts: SublayerParts, site: Site) -> Tensor:
+        return hidden if parts.norm is None or site.takes_norm else getattr(self, parts.norm)(hidden)
+
+    def _finish(self, output: Tensor, parts: SublayerParts) -> Tensor:
+        for name in (parts.output_norm, parts.dropout):
+            output = output if name is None else getattr(self, name)(output)
+        return output
 
     @property
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:
         """Transformers sets and calls this; the state has to be laid out flat in between."""
-        return lambda function, state: checkpoint_state(self._checkpoint, function, state)
+        return lambda function, state, *others: checkpoint_state(
+            self._checkpoint, lambda state: function(state, *others), state
+        )
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, checkpoint: Callable[..., Any]) -> None:
@@ -153,6 +207,14 @@ def read_before(norm: Any, residual: Residual) -> None:
     norm.tap = HiddenStateTap()
     norm._residual = (residual,)  # a tuple, so that the residual is referred to and not owned
     norm.register_forward_pre_hook(_read_output)
+
+
+def read_no_more(norm: Any) -> None:
+    """Undo `read_before`."""
+    for key, hook in list(norm._forward_pre_hooks.items()):
+        if hook is _read_output:
+            del norm._forward_pre_hooks[key]
+    del norm.tap, norm._residual
 
 
 def _read_output(norm: Any, arguments: tuple[Any, ...]) -> tuple[Tensor] | None:

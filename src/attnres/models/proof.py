@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attnres.errors import UnsupportedModelError
 from attnres.models.families import Family
+from attnres.models.install import install, take_out
 from attnres.models.layer import ResidualDecoderLayer
 from attnres.models.modes import evaluating
 from attnres.residual import PreNorm, Residual
@@ -25,49 +26,101 @@ def prove(base: Any, family: Family) -> float:
     values to compare; there the check passes by without a verdict.
 
     Raises:
-        UnsupportedModelError: A layer and its decomposition differ by more than rounding.
+        UnsupportedModelError: A layer and its decomposition differ by more than rounding, or a layer cannot be run.
     """
     if any(parameter.is_meta for parameter in base.parameters()):
         return 0.0
     worst = 0.0
-    for index, (layer, arguments, expected) in _layer_calls(base).items():
-        (hidden,), keywords = arguments
-        split = ResidualDecoderLayer(layer, family, Residual(PreNorm(), 2, hidden.shape[-1]), index=0)
+    for index, (layer, (args, keywords), expected) in _layer_calls(base, family).items():
+        hidden, *positional = args
+        residual = Residual(PreNorm(), family.sublayers(layer), hidden.shape[-1])
+        split = ResidualDecoderLayer(layer, family, residual, 0)
         with torch.no_grad(), evaluating(base):
-            actual = split(hidden, **keywords).hidden
-        difference = _relative_difference(actual, expected)
-        allowed = 16 * torch.finfo(expected.dtype).eps
-        if not difference <= allowed:  # also refuses NaN
-            raise UnsupportedModelError(
-                f"{family.name} layer {index} ({type(layer).__name__}) differs from its two sublayers by "
-                f"{difference:.3g} relative; allowed is {allowed:.3g}. This version of Transformers is not supported"
-            )
-        worst = max(worst, difference)
+            try:
+                state = split(hidden, *positional, **keywords)
+                actual = (state[0] if family.returns_tuple else state).hidden
+            except (TypeError, AttributeError, RuntimeError) as error:
+                raise UnsupportedModelError(
+                    f"{family.name} layer {index} ({type(layer).__name__}) cannot be run as two sublayers: {error}"
+                ) from error
+        what = f"{family.name} layer {index} ({type(layer).__name__}) differs from its two sublayers"
+        worst = max(worst, _check(what, actual, expected))
     return worst
 
 
-def _layer_calls(base: Any) -> dict[int, tuple[nn.Module, Any, Tensor]]:
+def prove_whole(base: Any, family: Family) -> float:
+    """Check a whole decoder against itself with the plain residual sum put in, and return the relative difference.
+
+    For a family that was found by looking: what lies between the layers has then not been read by anyone. The decoder
+    is as it was afterwards.
+
+    Raises:
+        UnsupportedModelError: The two differ by more than rounding, or the second cannot be run.
+    """
+    if any(parameter.is_meta for parameter in base.parameters()):
+        return 0.0
+    expected = _run(base, family)
+    install(base, family, PreNorm())
+    try:
+        actual = _run(base, family)
+    finally:
+        take_out(base)
+    return _check(f"{type(base).__name__} differs from its sublayers", actual, expected)
+
+
+def _check(what: str, actual: Tensor, expected: Tensor) -> float:
+    difference = _relative_difference(actual, expected)
+    allowed = 16 * torch.finfo(expected.dtype).eps
+    if not difference <= allowed:  # also refuses NaN
+        raise UnsupportedModelError(
+            f"{what} by {difference:.3g} relative; allowed is {allowed:.3g}. "
+            "This version of Transformers is not supported"
+        )
+    return difference
+
+
+def _run(base: Any, family: Family) -> Tensor:
+    try:
+        with torch.no_grad(), evaluating(base):
+            return base(inputs_embeds=_random_embedding(base), use_cache=False)[0]
+    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        raise UnsupportedModelError(_cannot_run(family, base, error)) from error
+
+
+def _layer_calls(base: Any, family: Family) -> dict[int, tuple[nn.Module, Any, Tensor]]:
     """Run the model and keep, for the first layer of each kind, the arguments it got and what it returned."""
     calls: dict[int, tuple[nn.Module, Any, Tensor]] = {}
     kinds: set[tuple[type, ...]] = set()
     handles = []
-    for index, layer in enumerate(base.layers):
+    for index, layer in enumerate(getattr(base, family.layers)):
         kind = tuple(type(child) for child in layer.children())
         if kind in kinds:
             continue
         kinds.add(kind)
 
-        def keep(module: nn.Module, args: Any, kwargs: Any, output: Tensor, index: int = index) -> None:
-            calls[index] = (module, (args, kwargs), output)
+        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any, index: int = index) -> None:
+            kwargs = dict(kwargs)
+            args = args or (kwargs.pop("hidden_states"),)
+            calls[index] = (module, (args, kwargs), output[0] if isinstance(output, tuple) else output)
 
         handles.append(layer.register_forward_hook(keep, with_kwargs=True))
     try:
-        with torch.no_grad(), evaluating(base):
-            base(inputs_embeds=_random_embedding(base), use_cache=False)
+        _run(base, family)
     finally:
         for handle in handles:
             handle.remove()
     return calls
+
+
+def _cannot_run(family: Family, base: Any, error: Exception) -> str:
+    device = next(base.parameters()).device.type
+    hint = ""
+    if "active driver" in str(error):  # Triton's words for no GPU
+        hint = (
+            "; its layers call the Triton kernels of a package such as fla-core, which Transformers takes wherever it "
+        )
+        hint += "is installed, so allowed is a GPU, or an environment without that package"
+    return f"this {family.name} model cannot be run on {device}: {error}{hint}"
 
 
 def _random_embedding(base: Any) -> Tensor:
