@@ -96,7 +96,8 @@ def test_ledger_of_an_odd_number_of_sublayers():
     model, unit = constant_llama(num_sublayers)
     base, ledger = model.model, Sources()
     residual = Residual(BlockAttnRes(sublayers_per_block=size), num_sublayers, unit.shape[0])
-    read_before(base.norm, residual)
+    base.residual = residual
+    read_before(base.norm, base)
     state = base.embed_tokens(torch.ones(1, 2, dtype=torch.long))
     with residual.listen(ledger), torch.no_grad():
         for index, layer in enumerate(base.layers[:2]):

@@ -40,7 +40,8 @@ class AttnResMixin:
             )
         super().__init__(config, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         base: Any = self.base_model  # pyright: ignore[reportAttributeAccessIssue]
-        install(base, family_in(config, base), parse_strategy(config.attnres))
+        if not hasattr(base, "residual"):  # heads of Transformers' generic kind make it by the auto class
+            install(base, family_in(config, base), parse_strategy(config.attnres))
         for part in {id(part): part for part in (self, base)}.values():
             adopt(part)
 
@@ -65,7 +66,8 @@ class AttnResMixin:
 
     def _init_weights(self, module: Any) -> None:
         if isinstance(module, Site):
-            module.reset_parameters()
+            if not all(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
+                module.reset_parameters()  # not what has been loaded: Transformers asks for that, too
         else:
             super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
 

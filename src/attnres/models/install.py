@@ -62,12 +62,14 @@ def put_in(base: Any, family: Family, residual: Residual) -> None:
     """The second half of `install`, once the residual path is made."""
     layers = getattr(base, family.layers)
     firsts = _first_sites(layers, family)
-    replaced = [ResidualDecoderLayer(layer, family, residual, at) for layer, at in zip(layers, firsts, strict=True)]
+    replaced = [
+        ResidualDecoderLayer(layer, family, residual, at, base) for layer, at in zip(layers, firsts, strict=True)
+    ]
     setattr(base, family.layers, nn.ModuleList(replaced))
     base.residual = residual
     for layer, first in zip(replaced, firsts, strict=True):
         adapt_attention(residual.site(first), layer, family)
-    read_before(getattr(base, family.norm), residual)
+    read_before(getattr(base, family.norm), base)
 
 
 def take_out(base: Any) -> None:

@@ -43,11 +43,19 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         family: How the layer is decomposed.
         residual: The model's residual path; referred to, not owned, so its parameters have one name.
         first_site: Index of the site where the layer reads first; at 0 it starts the state from the embedding.
+        owner: The module that has ``residual`` as an attribute, where an adapter may put its own copy of it.
     """
 
     _compiled: tuple[Callable[..., Tensor], ...] | None = None
 
-    def __init__(self, layer: nn.Module, family: Family, residual: Residual, first_site: int):
+    def __init__(
+        self,
+        layer: nn.Module,
+        family: Family,
+        residual: Residual,
+        first_site: int,
+        owner: nn.Module | None = None,
+    ):
         super().__init__()
         for name, value in vars(layer).items():
             if not name.startswith("_") and name != "training":
@@ -62,8 +70,10 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         self._argument_names = tuple(inspect.signature(type(layer).forward).parameters)[2:]
         # in tuples, so that they are referred to and not owned
         self._original = (layer,)
+        self._owner = (owner,)
         self._residual = (residual,)
-        self._sites = tuple(residual.site(first_site + at) for at in range(family.sublayers(layer)))
+        self._places = tuple(range(first_site, first_site + family.sublayers(layer)))
+        self._sites = tuple(map(residual.site, self._places))
         for parts in (family.attention, family.mlp):
             note_norm(None if parts.norm is None else getattr(self, parts.norm))
         if "_gradient_checkpointing_func" in vars(layer):  # checkpointing was switched on before conversion
@@ -72,12 +82,12 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
     def forward(self, hidden_states: Any, *positional: Any, **arguments: Any) -> Any:
         """Run the sublayers; takes and returns the state (the first layer takes the embedding)."""
         arguments = {**dict(zip(self._argument_names, positional, strict=False)), **arguments}
-        (residual,) = self._residual
+        residual, sites = self._path()
         if self.is_first and residual.strategy.crosses_tokens:
             refuse_cached_step(residual, arguments)
         state = residual.start(hidden_states) if self.is_first else hidden_states
-        for at, (site, run) in enumerate(zip(self._sites, self._compiled or self._runs(), strict=True)):
-            fused = self._fused_norm(at)
+        for at, (site, run) in enumerate(zip(sites, self._compiled or self._runs(), strict=True)):
+            fused = self._fused_norm(at, site)
             if fused is None:
                 hidden = residual.read(state, site)
                 if at == 0:
@@ -114,15 +124,23 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
             vars(layer)["gradient_checkpointing"] = self.gradient_checkpointing
         return layer
 
+    def _path(self) -> tuple[Residual, tuple[Site, ...]]:
+        """The residual path and the sites of this layer; those of an adapter where one has been put in."""
+        (residual,), (owner,) = self._residual, self._owner
+        if owner is None or owner.residual is residual:
+            return residual, self._sites
+        found: Any = owner.residual
+        return found, tuple(map(found.site, self._places))
+
     def _runs(self) -> tuple[Callable[..., Tensor], ...]:
         """What stands between read and write, for each sublayer."""
         return (self._attend_and_transform,) if self.is_parallel else (self._attend, self._transform)
 
-    def _fused_norm(self, at: int) -> Any:
+    def _fused_norm(self, at: int, site: Site) -> Any:
         """The norm that the read of a sublayer is to do as well, without gradients; None where it stays the norm's."""
         if torch.is_grad_enabled() or self.is_parallel or self._compiled is not None:
             return None
-        site, parts = self._sites[at], self.family.attention if at == 0 else self.family.mlp
+        parts = self.family.attention if at == 0 else self.family.mlp
         if parts.norm is None or site.takes_norm or site.views > 1 or (at == 0 and self.tap._forward_hooks):
             return None
         norm = getattr(self, parts.norm)
@@ -198,14 +216,14 @@ def checkpoint_state(checkpoint: Callable[..., Any], function: Callable[[Any], A
     return pytree.tree_unflatten(result, specs[0])
 
 
-def read_before(norm: Any, residual: Residual) -> None:
+def read_before(norm: Any, owner: nn.Module) -> None:
     """Make a model's final norm read the output from the state it is now given, before it normalises.
 
-    A hook rather than a wrapper: the norm keeps its class, its parameter names and any kernel swapped in for it. Given
+    ``owner`` is the module that has the residual path as an attribute. A hook rather than a wrapper: the norm keeps its class, its parameter names and any kernel swapped in for it. Given
     a tensor, as when hidden states are looked at through the head, the norm does what it always did.
     """
     norm.tap = HiddenStateTap()
-    norm._residual = (residual,)  # a tuple, so that the residual is referred to and not owned
+    norm._owner = (owner,)  # a tuple, so that it is referred to and not owned
     norm.register_forward_pre_hook(_read_output)
 
 
@@ -214,11 +232,11 @@ def read_no_more(norm: Any) -> None:
     for key, hook in list(norm._forward_pre_hooks.items()):
         if hook is _read_output:
             del norm._forward_pre_hooks[key]
-    del norm.tap, norm._residual
+    del norm.tap, norm._owner
 
 
 def _read_output(norm: Any, arguments: tuple[Any, ...]) -> tuple[Tensor] | None:
     (state,) = arguments
     if isinstance(state, Tensor):
         return None
-    return (norm.tap(norm._residual[0].read(state, OUTPUT)),)
+    return (norm.tap(norm._owner[0].residual.read(state, OUTPUT)),)
