@@ -16,14 +16,20 @@ COMMANDS = {
     "compare": "train several residual strategies from the same start and compare them",
     "train": "train one model",
     "eval": "validation loss of a trained model",
-    "generate": "continue a prompt with a trained model",
+    "generate": "continue prompts with a trained model",
     "report": "HTML report and table of a run or a comparison",
+    "convert": "put a residual strategy into a trained checkpoint, without loss",
+    "unconvert": "take it out again",
+    "import": "make one of our checkpoints from Kimi K3's, flash-linear-attention's or Inkling-2's",
+    "export": "the other way round",
     "strategies": "list every residual strategy with its rule and what it costs",
     "schedule": "print which sources each site reads",
     "data": "prepare text for training",
-    "bench": "measure speed and memory: one read, all reads, whole models",
+    "bench": "measure speed and memory: one read, all reads, whole models, inference",
     "conformance": "check any implementation against the definition",
 }
+MODULES = {"import": "import_checkpoint", "export": "export_checkpoint"}
+"""Where a command's module has another name than the command."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name not in COMMANDS:
         _fail(f"command is {name!r}; allowed: {', '.join(COMMANDS)}")
     try:
-        importlib.import_module(f"attnres.cli.{name}").main(rest)
+        importlib.import_module(f"attnres.cli.{MODULES.get(name, name)}").main(rest)
     except AttnResError as error:
         _fail(str(error))
     except BrokenPipeError:

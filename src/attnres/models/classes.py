@@ -10,6 +10,7 @@ from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.utils import output_capturing
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -121,6 +122,9 @@ def converted_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "_can_record_outputs": {**(base._can_record_outputs or {}), "hidden_states": hidden_states},
         "_no_split_modules": [*(base._no_split_modules or ()), ResidualDecoderLayer.__name__, "Residual"],
     }
+    renamed = get_checkpoint_conversion_mapping(base.__name__)
+    if renamed is not None:  # weights have other names in files, and Transformers knows by the name of the class
+        register_checkpoint_conversion_mapping(PREFIX + base.__name__, renamed, overwrite=True)
     return type(PREFIX + base.__name__, (AttnResMixin, base), attributes)
 
 

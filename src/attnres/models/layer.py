@@ -219,8 +219,9 @@ def checkpoint_state(checkpoint: Callable[..., Any], function: Callable[[Any], A
 def read_before(norm: Any, owner: nn.Module) -> None:
     """Make a model's final norm read the output from the state it is now given, before it normalises.
 
-    ``owner`` is the module that has the residual path as an attribute. A hook rather than a wrapper: the norm keeps its class, its parameter names and any kernel swapped in for it. Given
-    a tensor, as when hidden states are looked at through the head, the norm does what it always did.
+    ``owner`` is the module that has the residual path as an attribute. A hook rather than a wrapper: the norm keeps its
+    class, its parameter names and any kernel swapped in for it. Given a tensor, as when hidden states are looked at
+    through the head, the norm does what it always did.
     """
     norm.tap = HiddenStateTap()
     norm._owner = (owner,)  # a tuple, so that it is referred to and not owned
