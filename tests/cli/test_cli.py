@@ -254,8 +254,8 @@ BAD = {
     "config is a list": (["train", "--model.hf-config", "{list}", "--out", "{out}"], r"allowed: a config.json with"),
     "config of an unknown model": (["train", "--model.hf-config", '{"model_type": "nonesuch"}', "--out", "{out}"],
                                    r"Transformers cannot use this model config: .*nonesuch"),
-    "config of another family": (["train", "--model.hf-config", '{"model_type": "gpt2", "vocab_size": 257, "n_embd": 8,'
-                                  ' "n_layer": 1, "n_head": 1}', "--out", "{out}"], r"not a supported decoder"),
+    "config of another family": (["train", "--model.hf-config", '{"model_type": "mamba", "vocab_size": 257, "hidden_size":'
+                                  ' 8, "num_hidden_layers": 1}', "--out", "{out}"], r"do not look like one attention and"),
     "config with other vocabulary": (["train", "--model.hf-config", '{"model_type": "llama"}', "--out", "{out}"],
                                      r"vocab_size 32000; allowed: 257"),
     "prompt of bytes": (["generate", "{run}", "--prompt", "bad\udcff"], r"prompt is .*; allowed: some text in UTF-8"),

@@ -1,7 +1,8 @@
-"""``attnres generate``: continue a prompt with a trained model."""
+"""``attnres generate``: continue prompts with a trained model."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from attnres.cli.parsing import parse
 from attnres.errors import ConfigError
@@ -16,45 +17,50 @@ def generate(
     folder: Path,
     /,
     *,
-    prompt: str,
+    prompt: tuple[str, ...],
     max_new_tokens: int = 100,
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
+    padding_side: Literal["left", "right"] | None = None,
+    chunk_size: int | None = None,
 ) -> None:
-    """Continue a prompt with the newest checkpoint of a run.
+    """Continue prompts with the newest checkpoint of a run, or with a Hugging Face folder.
 
     Args:
-        folder: Run folder.
-        prompt: Text to continue.
+        folder: Run folder, or folder of a model that was converted, imported or saved by save_pretrained.
+        prompt: Text to continue; several are done at once.
         max_new_tokens: Tokens to add.
         temperature: Of sampling; 0 takes the likeliest token each time.
         top_k: Sample from this many likeliest tokens.
         seed: Of sampling.
+        padding_side: Where to pad prompts of unequal length; left.
+        chunk_size: Send so many tokens of the prompts through the model at a time, which needs less memory.
     """
     for name, value, allowed, fits in (
-        ("prompt", prompt, "some text in UTF-8", _is_text(prompt)),
+        *(("prompt", text, "some text in UTF-8", _is_text(text)) for text in prompt),
+        ("prompt", prompt, "one or more", bool(prompt)),
         ("max_new_tokens", max_new_tokens, "1 or more", max_new_tokens >= 1),
         ("temperature", temperature, "0, or 0.01 to 100", temperature == 0 or 0.01 <= temperature <= 100),
         ("top_k", top_k, "1 or more", top_k >= 1),
         ("seed", seed, "0 to below 2**63", 0 <= seed < 2**63),
+        ("chunk_size", chunk_size, "1 or more", chunk_size is None or chunk_size >= 1),
     ):
         if not fits:
             raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
-    import torch
+    from attnres.experiments.generation import continue_prompts, load_text_model
 
-    from attnres.experiments.trained import load_trained
-
-    trained = load_trained(folder)
-    ids = torch.tensor([trained.tokenizer.encode(prompt).ids], device=trained.model.device)
-    torch.manual_seed(seed)
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature > 0 else {"do_sample": False}
+    texts = continue_prompts(
+        load_text_model(folder),
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        padding_side=padding_side,
+        chunk_size=chunk_size,
     )
-    output = trained.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, pad_token_id=0, **sampling
-    )
-    print(trained.tokenizer.decode(output[0].tolist(), skip_special_tokens=True).removesuffix("<|endoftext|>"))
+    print("\n\n".join(texts))
 
 
 def _is_text(prompt: str) -> bool:
