@@ -48,7 +48,7 @@ def test_chunks_change_nothing(folder, size, capsys):
     ("arguments", "message"),
     [
         (
-            ("--prompt", "the quick", "the"),
+            ("--prompt", "the quick", "the", *GREEDY),
             "prompts have from 1 to 2 tokens and padding_side is None; allowed is 'left'",
         ),
         (
