@@ -33,6 +33,7 @@ def _command(arguments: Sequence[str]) -> Any:
         text_file: Path | None = None,
         tokens: int = 512,
         allow_change: bool = False,
+        remote_code: bool = False,
         device: Device = "auto",
         as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     ) -> None:
@@ -50,6 +51,8 @@ def _command(arguments: Sequence[str]) -> Any:
             text_file: What both models read, in UTF-8; held-out words of the bundled corpus by default.
             tokens: At most so many tokens of it, and no more than the model's context.
             allow_change: Write even if the converted model says something else.
+            remote_code: Also write code with which Transformers reads the folder where attnres is not installed, for
+                trust_remote_code=True. Full and Block AttnRes only.
             device: Where the models run; auto is a GPU where there is one.
             as_json: Print JSON.
         """
@@ -64,6 +67,7 @@ def _command(arguments: Sequence[str]) -> Any:
             text=text_of(text_file),
             tokens=tokens,
             allow_change=allow_change,
+            remote_code=remote_code,
             device=resolve_device(device),
         )
         show_report(report, destination, as_json=as_json)

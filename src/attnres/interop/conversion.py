@@ -25,6 +25,8 @@ from attnres.interop.stored import StoredTensor, read_header
 from attnres.models import convert, unconvert
 from attnres.models.config import MODEL_TYPE
 from attnres.models.families import known_family
+from attnres.models.install import family_of_converted
+from attnres.models.remote import CODE_FILE, check_remote, remote_code_text, remote_fields
 from attnres.models.scale import scale_report
 from attnres.residual import Strategy
 
@@ -83,6 +85,7 @@ def convert_checkpoint(
     text: str | None = None,
     tokens: int = TOKENS,
     allow_change: bool = False,
+    remote_code: bool = False,
     device: str = "cpu",
 ) -> ConversionReport:
     """Convert a checkpoint folder of a plain decoder into one with a residual strategy.
@@ -94,6 +97,7 @@ def convert_checkpoint(
         text: What both models read; the first held-out words of the bundled corpus by default.
         tokens: At most so many tokens of it, and no more than the model's context.
         allow_change: Write even if the converted model says something else.
+        remote_code: Also write code with which Transformers reads the folder where attnres is not installed.
         device: Where the models run, in float32.
 
     Returns:
@@ -108,6 +112,8 @@ def convert_checkpoint(
     """
     destination = Path(destination)
     check_absent(destination)
+    if remote_code:
+        check_remote(strategy)
     folder = open_folder(Path(source))
     if folder.config.get("model_type") == MODEL_TYPE or "attnres" in folder.config:
         raise CheckpointError(
@@ -122,10 +128,14 @@ def convert_checkpoint(
     report = _compare(model, model.base_model.residual, before, _logits(model, ids), ids)
     _refuse_change(report, folder, allow_change)
     config = _config(model, folder)
+    texts = {}
+    if remote_code:
+        config |= remote_fields(family_of_converted(model.base_model))
+        texts[CODE_FILE] = remote_code_text()
     new = {name: value for name, value in model.state_dict().items() if RESIDUAL in name}
     with tempfile.TemporaryDirectory() as scratch:
         added = _store(new, folder, Path(scratch))
-        write_folder(destination, folder, config=config, tensors=[*folder.tensors.values(), *added])
+        write_folder(destination, folder, config=config, tensors=[*folder.tensors.values(), *added], texts=texts)
     return report
 
 

@@ -47,7 +47,7 @@ def load_model(folder: CheckpointFolder, *, dtype: torch.dtype | str = torch.flo
         raise CheckpointError(f"{folder.path} is loaded by code of its own (auto_map), which is not run")
     try:
         with _quietly():
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder.path,
                 dtype=dtype,
                 use_safetensors=True,
@@ -60,6 +60,7 @@ def load_model(folder: CheckpointFolder, *, dtype: torch.dtype | str = torch.flo
         raise
     except _BROKEN as error:
         raise CheckpointError(f"{folder.path} cannot be loaded: {_first_sentence(error)}") from error
+    model, found = loaded
     problems = {what: sorted(str(key) for key in found[key_name]) for what, key_name in KEYS.items()}
     raise_problems(f"the weights in {folder.path} do not fit its config", problems)
     _check_ties(folder, model)

@@ -42,8 +42,9 @@ class AttnResMixin:
         super().__init__(config, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         base: Any = self.base_model  # pyright: ignore[reportAttributeAccessIssue]
         if not hasattr(base, "residual"):  # heads of Transformers' generic kind make it by the auto class
-            install(base, family_in(config, base), parse_strategy(config.attnres))
-        for part in {id(part): part for part in (self, base)}.values():
+            install(base, family_in(config, base), parse_strategy(getattr(config, "attnres", None)))
+        parts: list[Any] = [self] if base is self else [self, base]
+        for part in parts:
             adopt(part)
 
     @classmethod

@@ -105,14 +105,15 @@ def plain_norms(layers: nn.ModuleList, family: Family) -> list[nn.Module]:
     return [getattr(layer, part.norm) for layer in layers for part in parts if part.norm is not None]
 
 
-_OLMO_2 = {
-    "attention": SublayerParts(module="self_attn", output_norm="post_attention_layernorm"),
-    "mlp": SublayerParts(module="mlp", output_norm="post_feedforward_layernorm"),
-}
-_GEMMA = {
-    "attention": SublayerParts(module="self_attn", norm="input_layernorm", output_norm="post_attention_layernorm"),
-    "mlp": SublayerParts(module="mlp", norm="pre_feedforward_layernorm", output_norm="post_feedforward_layernorm"),
-}
+def _sandwich(name: str, layer_class: str) -> Family:
+    """A family whose sublayers have a norm on either side (Gemma-2 and later)."""
+    return Family(
+        name=name,
+        layer_class=layer_class,
+        attention=SublayerParts(module="self_attn", norm="input_layernorm", output_norm="post_attention_layernorm"),
+        mlp=SublayerParts(module="mlp", norm="pre_feedforward_layernorm", output_norm="post_feedforward_layernorm"),
+    )
+
 
 FAMILIES: dict[str, Family] = {
     family.layer_class: family
@@ -129,9 +130,14 @@ FAMILIES: dict[str, Family] = {
             mlp=SublayerParts(module="mlp", norm="post_attention_layernorm", dropout="resid_mlp_dropout"),
         ),
         Family(name="SmolLM3", layer_class="SmolLM3DecoderLayer"),
-        Family(name="OLMo-2", layer_class="Olmo2DecoderLayer", **_OLMO_2),
-        Family(name="Gemma-2", layer_class="Gemma2DecoderLayer", **_GEMMA),
-        Family(name="Gemma-3", layer_class="Gemma3DecoderLayer", **_GEMMA),
+        Family(
+            name="OLMo-2",
+            layer_class="Olmo2DecoderLayer",
+            attention=SublayerParts(module="self_attn", output_norm="post_attention_layernorm"),
+            mlp=SublayerParts(module="mlp", output_norm="post_feedforward_layernorm"),
+        ),
+        _sandwich("Gemma-2", "Gemma2DecoderLayer"),
+        _sandwich("Gemma-3", "Gemma3DecoderLayer"),
         Family(
             name="GPT-NeoX",
             layer_class="GPTNeoXLayer",

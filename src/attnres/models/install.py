@@ -94,7 +94,8 @@ def family_of_converted(base: Any) -> Family:
     """How the layers of a converted decoder are decomposed."""
     for child in base.children():
         if isinstance(child, nn.ModuleList) and len(child) and hasattr(child[0], "family"):
-            return child[0].family
+            layer: Any = child[0]
+            return layer.family
     raise UnsupportedModelError(f"{type(base).__name__} has no converted layers")
 
 
