@@ -145,6 +145,20 @@ def test_layers_offloaded_to_disk(tmp_path):
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
+def test_a_residual_path_on_disk_is_refused_and_an_automatic_map_keeps_it_on_the_device(tmp_path):
+    model, ids = saved(tmp_path), tokens(2, 5)
+    places = {"model.residual": "disk", "model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu",
+              "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"device_map offloads the residual path \(.*'model.residual': 'disk'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map="auto", max_memory={"cpu": 60_000}, offload_folder=tmp_path / "offload-2"
+    )
+    assert "disk" in loaded.hf_device_map.values()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
 def test_a_model_made_on_the_meta_device_has_its_initial_values_when_it_arrives(tmp_path):
     saved(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)

@@ -59,6 +59,7 @@ class AttnResMixin:
         """
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         check_loaded(cls.__name__, info)
+        check_placed(model)
         return (model, info) if output_loading_info else model
 
     @classmethod
@@ -88,6 +89,21 @@ def check_loaded(name: str, info: Any) -> None:
     found = "; ".join(f"{what}: {', '.join(sorted(keys))}" for what, keys in problems.items() if keys)
     if found:
         raise CheckpointError(f"the weights do not fit the strategy in the config of this {name}: {found}")
+
+
+def check_placed(model: Any) -> None:
+    """Refuse a residual path that a device map has put on disk or offloaded: every layer reads it, at its own place.
+
+    Raises:
+        CheckpointError: It is.
+    """
+    places = getattr(model, "hf_device_map", None)
+    if places and any(parameter.is_meta for parameter in model.base_model.residual.parameters()):
+        told = {name: place for name, place in places.items() if "residual" in name or name == ""}
+        raise CheckpointError(
+            f"device_map offloads the residual path ({told}); allowed is to keep it on a device, "
+            "since every layer reads it; it is small"
+        )
 
 
 def _is_residual(name: str) -> bool:

@@ -67,6 +67,8 @@ def put_in(base: Any, family: Family, residual: Residual) -> None:
     ]
     setattr(base, family.layers, nn.ModuleList(replaced))
     base.residual = residual
+    # first in order, so that a device map filled in order keeps it on a device: it is small, and every layer reads it
+    base._modules = {"residual": residual, **base._modules}
     for layer, first in zip(replaced, firsts, strict=True):
         adapt_attention(residual.site(first), layer, family)
     read_before(getattr(base, family.norm), base)

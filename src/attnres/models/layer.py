@@ -137,8 +137,12 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         return (self._attend_and_transform,) if self.is_parallel else (self._attend, self._transform)
 
     def _fused_norm(self, at: int, site: Site) -> Any:
-        """The norm that the read of a sublayer is to do as well, without gradients; None where it stays the norm's."""
-        if torch.is_grad_enabled() or self.is_parallel or self._compiled is not None:
+        """The norm that the read of a sublayer is to do as well, in inference; None where it stays the norm's.
+
+        Not in training, even without gradients: a checkpointed layer runs once without and once with them, and both
+        have to round alike.
+        """
+        if self.training or torch.is_grad_enabled() or self.is_parallel or self._compiled is not None:
             return None
         parts = self.family.attention if at == 0 else self.family.mlp
         if parts.norm is None or site.takes_norm or site.views > 1 or (at == 0 and self.tap._forward_hooks):
