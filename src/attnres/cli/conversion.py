@@ -1,8 +1,10 @@
-"""What `convert` and `unconvert` share: the text that is read, and how its result is told."""
+"""What `convert`, `unconvert`, `import` and `export` share: folders, the text that is read, how a result is told."""
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
 
 from attnres.errors import DataError
 
@@ -10,6 +12,8 @@ if TYPE_CHECKING:
     from attnres.interop.conversion import ConversionReport
 
 Device = Literal["auto", "cpu", "cuda"]
+Source = Annotated[Path, tyro.conf.arg(metavar="SRC")]
+Destination = Annotated[Path, tyro.conf.arg(metavar="DST")]
 
 
 def text_of(path: Path | None) -> str | None:

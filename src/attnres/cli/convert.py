@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from attnres.cli.conversion import Device, show_report, text_of
+from attnres.cli.conversion import Destination, Device, Source, show_report, text_of
 from attnres.cli.options import residual_default
 from attnres.cli.parsing import parse
 from attnres.experiments.arms import strategy_of
@@ -24,8 +24,8 @@ def _command(arguments: Sequence[str]) -> Any:
     strategy_type, names = type(strategy), Literal[tuple(STRATEGIES)]
 
     def convert(
-        source: Path,
-        destination: Path,
+        source: Source,
+        destination: Destination,
         /,
         *,
         residual_name: Annotated[names, tyro.conf.arg(name="residual")] = name,  # pyright: ignore[reportInvalidTypeForm]

@@ -1,9 +1,9 @@
 """``attnres export``: a model of ours as a checkpoint of another project."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
+from attnres.cli.conversion import Destination, Source
 from attnres.cli.parsing import parse
 
 
@@ -13,7 +13,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def export_command(
-    source: Path, destination: Path, /, *, kind: Literal["auto", "kimi-k3", "fla", "inkling2"] = "auto"
+    source: Source, destination: Destination, /, *, kind: Literal["auto", "kimi-k3", "fla", "inkling2"] = "auto"
 ) -> None:
     """Make a checkpoint in the format of another project from a folder of ours; byte for byte.
 

@@ -1,9 +1,9 @@
 """``attnres import``: a checkpoint of another project as one of ours."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
+from attnres.cli.conversion import Destination, Source
 from attnres.cli.parsing import parse
 
 
@@ -13,8 +13,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def import_command(
-    source: Path,
-    destination: Path,
+    source: Source,
+    destination: Destination,
     /,
     *,
     kind: Literal["auto", "kimi-k3", "fla", "inkling2"] = "auto",

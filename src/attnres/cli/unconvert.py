@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from attnres.cli.conversion import Device, show_report, text_of
+from attnres.cli.conversion import Destination, Device, Source, show_report, text_of
 from attnres.cli.parsing import parse
 
 
@@ -16,8 +16,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def unconvert(
-    source: Path,
-    destination: Path,
+    source: Source,
+    destination: Destination,
     /,
     *,
     text_file: Path | None = None,
