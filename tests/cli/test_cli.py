@@ -84,7 +84,7 @@ def test_help_names_every_command_and_each_has_its_own(capsys):
     assert capsys.readouterr().out == f"attnres {attnres.__version__}\n"
 
 
-@pytest.mark.parametrize("name", ["op", "phases", "overhead", "memory"])
+@pytest.mark.parametrize("name", ["op", "phases", "overhead", "memory", "inference"])
 def test_every_benchmark_runs_small_and_writes_its_file(name, tmp_path, capsys):
     csv, figure = tmp_path / f"{name}.csv", tmp_path / "depth.svg"
     more = ["--figure", str(figure)] if name == "phases" else []
@@ -113,7 +113,13 @@ def test_a_benchmark_adds_to_a_file_of_its_own_kind_only(tmp_path, capsys):
 def test_each_benchmark_has_help_with_its_real_defaults(capsys):
     main(["bench", "--help"])
     assert "overhead" in capsys.readouterr().out
-    for name, default in {"op": "9x4096x1024", "phases": "128", "overhead": "512", "memory": "32"}.items():
+    for name, default in {
+        "op": "9x4096x1024",
+        "phases": "128",
+        "overhead": "512",
+        "memory": "32",
+        "inference": "2048",
+    }.items():
         with pytest.raises(SystemExit) as stop:
             main(["bench", name, "--help"])
         assert stop.value.code == 0
@@ -271,8 +277,8 @@ BAD = {
     "no schedule": (["schedule", "--layers", "0", "--sublayers-per-block", "2"], r"num_sublayers is 0"),
     "schedule settings": (["schedule", "--layers", "2", "--residual", "full", "--sublayers-per-block", "2"],
                           r"residual is 'full' and sublayers-per-block is 2; allowed: .* with block only"),
-    "benchmark": (["bench", "nothing"], r"benchmark is 'nothing'; allowed: op, phases, overhead, memory, tables"),
-    "no benchmark": (["bench"], r"benchmark is missing; allowed: op, phases, overhead, memory, tables"),
+    "benchmark": (["bench", "nothing"], r"benchmark is 'nothing'; allowed: op, phases, overhead, memory, inference, tables"),
+    "no benchmark": (["bench"], r"benchmark is missing; allowed: op, phases, overhead, memory, inference, tables"),
     "benchmark shape": (["bench", "op", "--shapes", "9x0x512"], r"tokens is 0; allowed: 1 or more"),
     "benchmark shape word": (["bench", "op", "--shapes", "large"], r"shape is 'large'; allowed: SOURCESxTOKENSxDIM"),
     "benchmark rounds": (["bench", "op", "--rounds", "0"], r"rounds is 0; allowed: 1 or more"),

@@ -129,6 +129,38 @@ def test_both_phases_compile_whole_with_the_bits_of_eager(kernel):
         assert torch.equal(compiled(*given), two_phases(*given))
 
 
+def add_read_and_norm(sources, query, key):
+    """Two results in one tensor, so that `both_ways` takes it."""
+    *sources, update = sources
+    options = {"out_scale": 1.5, "out_norm_weight": key, "out_norm_eps": 1e-3, "update": update}
+    return torch.cat(depth_attention(sources, query, key, eps=1e-5, **options))
+
+
+def test_add_read_and_norm_compile_whole_with_the_bits_of_eager(kernel):
+    compiled = torch.compile(add_read_and_norm, backend="aot_eager", fullgraph=True)
+    given = inputs(6)
+    assert same_bits(both_ways(compiled, *given), both_ways(add_read_and_norm, *given))
+    with torch.no_grad():
+        assert torch.equal(compiled(*given), add_read_and_norm(*given))
+
+
+@pytest.mark.parametrize(("function", "name"), [(read, "read"), (add_read_and_norm, "read_updated")])
+def test_inference_is_one_operator_in_the_graph_before_and_after_an_eager_read(kernel, monkeypatch, function, name):
+    for said in (set(), {"cpu"}):
+        monkeypatch.setattr(backends, "_said", said)
+        graphs = []
+
+        def keep(graph, example, graphs=graphs):
+            graphs.append(graph)
+            return graph
+
+        torch._dynamo.reset()
+        with torch.no_grad():
+            torch.compile(function, backend=keep, fullgraph=True)(*inputs(6))
+        targets = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+        assert [target for target in targets if "attnres" in str(target)] == [getattr(torch.ops.attnres, name).default]
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_a_backend_asked_for_and_float64_compile_whole(backend):
     def ask(sources, query, key):

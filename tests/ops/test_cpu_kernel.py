@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attnres.ops import PartialSoftmax, cpu, depth_attention, inter_block, intra_block, partial_softmax
 from ops.triton_reference import gradients, leaf, norm, phase_one, phase_two, read
@@ -148,9 +149,15 @@ def test_read_and_all_its_gradients_are_those_of_the_reference(count, width, bat
     for index, (grad, reference, tensor) in enumerate(zip(grads, wanted, present, strict=True)):
         close(grad, reference, tensor.dtype, loose=3 if index < count else 10)
     with torch.no_grad():
-        if with_norm or work == DOUBLE:
+        if work == DOUBLE:
             return
-        assert same_bits([OPS.read(sources, query, key, EPS, SCALE, out_dtype)], found[:1])
+        rest = (query, key, after, *settings, out_dtype)
+        assert same_bits([OPS.read(sources, *rest)], found[:1])
+        update = torch.randn_like(sources[0])
+        total = (sources[-1] + update).to(sources[-1].dtype)
+        assert same_bits(
+            OPS.read_updated(sources, update, *rest), [OPS.read([*sources[:-1], total], *rest), total.contiguous()]
+        )
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "mixed", "float64"])
@@ -182,7 +189,10 @@ def test_the_public_read_with_this_backend_is_that_of_the_reference(count, kind)
         live = [i for i in kept if pairs[i][1].requires_grad]
         wanted = gradients([pairs[i][1] for i in live], [upstream[i] for i in live], exact)
         for grad, reference, tensor in zip(grads, wanted, inputs, strict=True):
-            close(grad, reference, tensor.dtype, loose=10)
+            # one source alone is left to autograd, which goes back through the roundings around the norm
+            rounded = count == 1 and "out_norm_weight" in options
+            rounding = ROUNDING[out_dtype if rounded else tensor.dtype]
+            close(grad, reference, tensor.dtype, loose=10 * rounding / ROUNDING[tensor.dtype])
 
 
 @pytest.mark.parametrize("kind", ["float32", "mixed", "float64"])
@@ -252,7 +262,7 @@ def test_one_source_comes_back_bit_for_bit_with_zero_gradients_for_query_and_key
         assert torch.equal(grads[1], torch.zeros_like(query))
         assert torch.equal(grads[2], torch.zeros_like(key))
     if dtype != DOUBLE:
-        assert same_bits([OPS.read([source], query * 1e20, key, EPS, 1.0, None)], [source])
+        assert same_bits([OPS.read([source], query * 1e20, key, None, EPS, 1.0, EPS, None)], [source])
 
 
 @pytest.mark.parametrize("count", [2, 9])
@@ -261,7 +271,8 @@ def test_bfloat16_is_float32_math_rounded_once(count):
     for weight in (None, after):
         settings = (query, key, weight, EPS, SCALE, NORM_EPS)
         half, wide = (OPS.depth_attention(sources, *settings, dtype) for dtype in (BRAIN, SINGLE))
-        assert same_bits([half[0]], [wide[0].bfloat16()])
+        if weight is None:
+            assert same_bits([half[0]], [wide[0].bfloat16()])
         assert same_bits(half[1:], wide[1:])
         exact = read(
             [s.double() for s in sources], *(None if v is None else v.double() for v in settings[:3]), *settings[3:]
@@ -275,6 +286,29 @@ def test_bfloat16_is_float32_math_rounded_once(count):
         )
         assert same_bits(halves[0], [grad.bfloat16() for grad in singles[0]])
         assert same_bits(halves[1:], singles[1:])
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "mixed"])
+@pytest.mark.parametrize("count", [1, 9])
+def test_the_following_norm_is_that_of_llama_on_the_rounded_read(count, kind):
+    """Both operators that have it; equal but for the order of the sum of squares, which may turn a rounding over."""
+    dtype = KINDS[kind][1]
+    sources, (query, key, after) = rows(count, 1000, (40,), kind), vectors(1000)
+    llama = LlamaRMSNorm(1000, NORM_EPS).to(dtype)
+    llama.weight.data.copy_(after)
+    plain = OPS.read(sources, query, key, None, EPS, SCALE, EPS, dtype)
+    expected = llama(plain).detach()
+    found = OPS.read(sources, query, key, llama.weight.detach(), EPS, SCALE, NORM_EPS, dtype)
+    part = partial_softmax(sources, query, key, eps=EPS, backend="cpu")
+    merged = OPS.intra_block(*part, [], None, query, key, llama.weight.detach(), EPS, SCALE, NORM_EPS, dtype)[0]
+    for mine in (found, merged):
+        assert mine.dtype == expected.dtype == dtype
+        if dtype == SINGLE:
+            close(mine, expected, dtype)
+            continue
+        off = (mine.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
+        assert off.max() <= 1 + (mine is merged)  # phase 1 may turn the rounding of the read over as well
+        assert (off > 0).float().mean() < 0.02
 
 
 def test_rounding_to_bfloat16_is_that_of_torch():
@@ -295,7 +329,9 @@ def test_large_results_written_past_the_cache_are_whole():
         base = torch.randn(2, 2100, width).to(dtype)
         sources, (query, key, _) = list(base), vectors(width)
         large = OPS.depth_attention(sources, query, key, None, EPS, 1.0, EPS, dtype)[0]
-        parts = [OPS.read([s[a : a + 700] for s in sources], query, key, EPS, 1.0, None) for a in (0, 700, 1400)]
+        parts = [
+            OPS.read([s[a : a + 700] for s in sources], query, key, None, EPS, 1.0, EPS, None) for a in (0, 700, 1400)
+        ]
         assert same_bits([large], [torch.cat(parts)])
 
 
@@ -607,7 +643,8 @@ def test_results_are_of_their_own():
         inputs = [*sources, query, key, after, queries, keys, mixed, lse, update]
         before = [tensor.clone() for tensor in inputs]
         results = flat(OPS.depth_attention(sources, query, key, None, *settings, SINGLE))
-        results += [OPS.read(sources, query, key, EPS, 1.0, None)]
+        results += [OPS.read(sources, query, key, after, *settings, None)]
+        results += flat(OPS.read_updated(sources, update, query, key, None, *settings, None))
         results += flat(
             OPS.depth_attention_backward(mixed, None, None, sources, query, key, after, *settings, [True] * count)
         )
@@ -634,7 +671,8 @@ def all_operators(sources, grad, lse, vectors_of_one, vectors_of_block):
     settings = (EPS, SCALE, NORM_EPS)
     rows, sums = flat(OPS.depth_attention(sources, query, key, after, *settings, dtype)), []
     if work == SINGLE:
-        rows.append(OPS.read(sources, query, key, EPS, SCALE, dtype))
+        rows.append(OPS.read(sources, query, key, None, *settings, dtype))
+        rows += OPS.read_updated(sources, grad, query, key, after, *settings, dtype)
     for weight, grads in ((after, (grad, None, lse)), (None, (grad, None, None)), (after, (None, None, lse))):
         grads, *rest = OPS.depth_attention_backward(*grads, sources, query, key, weight, *settings, [True] * count)
         rows += grads
@@ -771,7 +809,9 @@ def samples():
             weights_grad = torch.randn(*batch, count, dtype=work)
             needs = [i != 1 for i in range(count)]
             if kind != "float64":
-                yield "read", (given, bare[0], bare[1], EPS, SCALE, dtype)
+                yield "read", (given, *bare[:2], None, *settings, dtype)
+                yield "read", (given, bare[0], None, bare[2], *settings, dtype)
+                yield "read_updated", (given, given[-1] + 1, *bare[:3], *settings, dtype)
             yield "depth_attention", (sources, query, key, after, *settings, dtype)
             yield "depth_attention", (sources, query, None, None, *settings, dtype)
             yield "depth_attention", (given, query, key, None, *settings, dtype)
@@ -794,6 +834,7 @@ def samples():
 
 NAMES = (
     "read",
+    "read_updated",
     "depth_attention",
     "depth_attention_backward",
     "inter_block",
@@ -867,7 +908,7 @@ def test_an_operator_refuses_dtypes_that_the_kernel_does_not_have():
             OPS.intra_block(sources[0], sources[0][:, 0], sources, None, query, None, None, EPS, 1.0, EPS, dtype)
     for dtype in (torch.float16, DOUBLE):
         with pytest.raises(RuntimeError, match="asked for a result of"):
-            OPS.read(single, query, None, EPS, 1.0, dtype)
+            OPS.read(single, query, None, None, EPS, 1.0, EPS, dtype)
     half = [torch.ones(3, 8, dtype=torch.float16)] * 2
     with pytest.raises(RuntimeError, match="got a tensor of"):
         OPS.depth_attention(half, query, None, None, EPS, 1.0, EPS, SINGLE)

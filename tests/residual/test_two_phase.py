@@ -249,10 +249,11 @@ def test_full_looks_ahead_every_few_reads():
 
 
 @KERNEL
-def test_auto_in_evaluation_computes_phase_1_ahead_from_the_measured_break_even():
+def test_auto_in_evaluation_computes_phase_1_ahead_from_the_measured_break_even(monkeypatch):
     size = policy.MIN_READS_IN_EVALUATION
     depth = size * (policy.MIN_FAR_IN_EVALUATION + 1)
-    for tokens, ahead in ((policy.MIN_TOKENS_IN_EVALUATION, 2), (policy.MIN_TOKENS_IN_EVALUATION - 1, 0)):
+    monkeypatch.setattr(policy, "MIN_BYTES_IN_EVALUATION", 64 * DIM * 4)
+    for tokens, ahead in ((64, 2), (63, 0)):
         for grad in (True, False):
             residual, sublayers, embedding = setting(
                 BlockAttnRes(sublayers_per_block=size), depth, dtype=torch.float32, training=False, tokens=tokens
@@ -262,6 +263,32 @@ def test_auto_in_evaluation_computes_phase_1_ahead_from_the_measured_break_even(
             assert forward.calls["inter_block"] == ahead
     forward, _ = counted(BlockAttnRes(sublayers_per_block=size - 1), depth, training=False, tokens=100)
     assert forward["inter_block"] == 0
+
+
+@KERNEL
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, while it compiles
+@pytest.mark.parametrize(("tokens", "dynamic", "ahead"), [(64, False, True), (63, False, False), (64, True, False)])
+def test_auto_in_a_graph_looks_ahead_where_the_graph_is_for_enough_tokens_alone(monkeypatch, tokens, dynamic, ahead):
+    size = policy.MIN_READS_IN_EVALUATION
+    depth = size * (policy.MIN_FAR_IN_EVALUATION + 1)
+    monkeypatch.setattr(policy, "MIN_BYTES_IN_EVALUATION", 64 * DIM * 4)
+    strategy = BlockAttnRes(sublayers_per_block=size)
+    residual, _, embedding = setting(strategy, depth, dtype=torch.float32, training=False, tokens=tokens)
+    names = []
+
+    def keep(graph, example):
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda embedding: run(residual, [torch.tanh] * depth, embedding), backend=keep, fullgraph=True, dynamic=dynamic
+    )
+    for mine, other in zip(compiled(embedding), run(residual, [torch.tanh] * depth, embedding), strict=True):
+        assert error_of(mine, other) <= 2e-6
+    assert ("attnres.inter_block.default" in names) == ahead
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("phases", ["two", "auto"])

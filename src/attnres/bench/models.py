@@ -69,12 +69,12 @@ def make_arms(shape: ModelShape, device: torch.device, *, dtype: torch.dtype = t
     plain = AutoModelForCausalLM.from_config(shape.config, dtype=dtype).to(device)
     arms = {PLAIN: plain}
     for name, strategy in shape.strategies.items():
-        arms[name] = _with_strategy(plain, strategy, dtype)
+        arms[name] = with_strategy(plain, strategy, dtype)
         _draw_queries(arms[name])
     return arms
 
 
-def _with_strategy(plain: Any, strategy: Strategy, dtype: torch.dtype) -> Any:
+def with_strategy(plain: Any, strategy: Strategy, dtype: torch.dtype) -> Any:
     """A model with a strategy and zero pseudo-queries around the weights of the plain one."""
     model = build(plain.config, strategy, dtype=dtype).to(plain.device)
     model.load_state_dict(plain.state_dict(), strict=False, assign=True)
@@ -100,7 +100,7 @@ def check_arms(shape: ModelShape, plain: Any, tokens: Tensor, *, allowed: float)
     """What is wrong with each strategy at zero queries, if anything: its loss and gradients against the plain model."""
     wrong, truth = {}, _loss_and_gradients(plain, tokens, plain)
     for name, strategy in shape.strategies.items():
-        model = _with_strategy(plain, strategy.with_read_scale("sum"), torch.float32)
+        model = with_strategy(plain, strategy.with_read_scale("sum"), torch.float32)
         found = _loss_and_gradients(model, tokens, plain)
         errors = [((mine - true).norm() / true.norm()).item() for mine, true in zip(found, truth, strict=True)]
         worst = max(errors, key=lambda error: float("inf") if error != error else error)

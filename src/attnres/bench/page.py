@@ -118,13 +118,54 @@ def _overhead(rows: Rows) -> str:
         _last_run(rows),
         lambda row: row["arm"],
         lambda row: f"{row['task']}, {row['precision']}",
-        lambda row: (
-            f"{float(row['ratio_to_plain']):.3f} [{float(row['ratio_low']):.3f}, {float(row['ratio_high']):.3f}]"
-            if row["ratio_to_plain"]
-            else row["note"]
-        ),
+        _ratio,
         "ratio to plain [quartiles]",
     )
+
+
+def _ratio(row: dict[str, str]) -> str:
+    if not row["ratio_to_plain"]:
+        return row["note"]
+    return f"{float(row['ratio_to_plain']):.3f} [{float(row['ratio_low']):.3f}, {float(row['ratio_high']):.3f}]"
+
+
+def _inference(rows: Rows) -> str:
+    rows = _last_run(rows)
+    tables = []
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        part = [row for row in rows if row["precision"] == precision]
+        tables.append(
+            _pivot(part, lambda row: row["arm"], _task, _time_or_ratio, f"{precision}: ratio to plain [quartiles]")
+        )
+    banks = [row for row in rows if row["bank_bytes"]]
+    tables.append(
+        _pivot(
+            banks,
+            lambda row: f"{row['arm']}, {row['precision']}",
+            lambda row: f"{row['chunk']} of {row['prompt']} tokens",
+            _bank,
+            "MiB of the bank (over the formula), of older states, of phase 1",
+        )
+    )
+    return "\n\n".join(tables)
+
+
+def _time_or_ratio(row: dict[str, str]) -> str:
+    """The plain model's ratio to itself says nothing; its time does."""
+    return f"{float(row['median_ms']):.1f} ms" if row["arm"] == "plain" else _ratio(row)
+
+
+def _task(row: dict[str, str]) -> str:
+    if row["task"] == "next token":
+        return "next token, compiled" if row["compiled"] == "True" else "next token"
+    whole = row["chunk"] == row["prompt"]
+    return f"first token of {row['prompt']}" + ("" if whole else f", chunks of {row['chunk']}")
+
+
+def _bank(row: dict[str, str]) -> str:
+    names = ("bank_bytes", "formula_bytes", "older_bytes", "ahead_bytes")
+    bank, formula, older, ahead = (int(row[name]) for name in names)
+    return f"{bank / 2**20:.3g} ({bank / formula:.3f}), {older / 2**20:.3g}, {ahead / 2**20:.3g}"
 
 
 def _memory(rows: Rows) -> str:
@@ -152,4 +193,5 @@ _TABLES: dict[str, Callable[[Rows], str]] = {
     "phases": _phases,
     "overhead": _overhead,
     "memory": _memory,
+    "inference": _inference,
 }

@@ -255,6 +255,70 @@ def _memory(small: bool) -> Callable[..., None]:
     return memory
 
 
+def _inference(small: bool) -> Callable[..., None]:
+    def inference(
+        *,
+        layers: int = 2 if small else 16,
+        dim: int = 64 if small else 1024,
+        vocab: int = 64 if small else 2048,
+        blocks: int = 4 if small else 8,
+        prompt: int = 24 if small else 2048,
+        chunks: tuple[int, ...] = (1, 7) if small else (1, 7, 16, 1000),
+        most_chunks: int = 4 if small else 32,
+        cached: int = 8 if small else 128,
+        precisions: tuple[DType, ...] = ("float32", "bfloat16"),
+        compile: bool = not small,
+        rounds: int = 2 if small else 6,
+        decode_rounds: int = 3 if small else 40,
+        keep_memory: bool = not small,
+        device: Device = "auto",
+        csv: Path | None = None,
+        quick: bool = small,
+    ) -> None:
+        """Time the first and the next token of a whole model, and measure its bank, against the plain model.
+
+        Takes about twenty minutes on two cores and 6 GiB, half of them compiling. Run it on an idle machine.
+
+        Args:
+            layers: Decoder layers.
+            dim: Width D.
+            vocab: Size of the vocabulary; small, so that the head does not hide what differs.
+            blocks: Blocks of Block AttnRes.
+            prompt: Tokens of the prompt.
+            chunks: Tokens per forward of a chunked prompt, beside the whole prompt in one.
+            most_chunks: Forwards of a chunked prompt; short chunks make a shorter prompt.
+            cached: Tokens in the cache at the first step of the next token.
+            precisions: Of the weights.
+            compile: Also time the next token under torch.compile, with a cache of fixed size.
+            rounds: Timed rounds of the first token; each visits every arm.
+            decode_rounds: Timed rounds of the next token.
+            keep_memory: On a CPU, keep freed memory in the process, so that times are not those of page faults.
+            device: Where to run; auto is a GPU where there is one.
+            csv: File to append the rows to.
+            quick: Small sizes, to see that it runs.
+        """
+        from attnres.bench.inference import InferenceBench, InferenceRow, measure
+        from attnres.bench.machine import device_of
+        from attnres.bench.models import ModelShape
+
+        bench = InferenceBench(
+            shape=ModelShape(layers=layers, dim=dim, vocab=vocab, blocks=blocks),
+            prompt=prompt,
+            chunks=chunks,
+            most_chunks=most_chunks,
+            cached=cached,
+            precisions=precisions,
+            device=device_of(device),
+            compiled=compile,
+            rounds=rounds,
+            decode_rounds=decode_rounds,
+        )
+        rows, machine = _collect(measure(bench), InferenceRow, bench.device, csv, keep=keep_memory)
+        _show("inference", rows, machine, by=("task", "precision", "compiled", "chunk"))
+
+    return inference
+
+
 def _tables(small: bool) -> Callable[..., None]:
     del small
 
@@ -280,6 +344,7 @@ _BENCHMARKS: dict[str, tuple[Callable[[bool], Callable[..., None]], str]] = {
     "phases": (_phases, "all reads of a model together, in one phase and in two"),
     "overhead": (_overhead, "whole model: training step, prefill, decoding"),
     "memory": (_memory, "what a read keeps, and the peak of a training step"),
+    "inference": (_inference, "whole model: first and next token, whole and in chunks, eager and compiled"),
     "tables": (_tables, "the last results as Markdown"),
 }
 
@@ -289,7 +354,7 @@ def _overview() -> str:
     lines = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in _BENCHMARKS.items())
     return (
         f"usage: attnres bench BENCHMARK [OPTIONS]\n\nbenchmarks:\n{lines}\n\n"
-        "The four measurements with their defaults take about 25 minutes on two cores; --quick shows that they run.\n"
+        "The five measurements with their defaults take about 45 minutes on two cores; --quick shows that they run.\n"
         "See attnres bench BENCHMARK --help."
     )
 

@@ -37,6 +37,7 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
     """One decoder layer: an attention and an MLP sublayer around a residual strategy.
 
     Where a family runs the two in parallel, they are one sublayer: one read for both, and one write of their sum.
+    Children are taken from ``_modules``: looking one up as an attribute takes longer than a short read does.
 
     Args:
         layer: The layer to take over; its children are shared, not copied.
@@ -81,7 +82,8 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Any, *positional: Any, **arguments: Any) -> Any:
         """Run the sublayers; takes and returns the state (the first layer takes the embedding)."""
-        arguments = {**dict(zip(self._argument_names, positional, strict=False)), **arguments}
+        if positional:
+            arguments |= zip(self._argument_names, positional, strict=False)
         residual, sites = self._path()
         if self.is_first and residual.strategy.crosses_tokens:
             refuse_cached_step(residual, arguments)
@@ -94,7 +96,7 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
                     self.tap(hidden if site.views == 1 else hidden[..., 0, :])
                 output = run(hidden, arguments)
             else:
-                hidden, state = residual.read_normed(state, site, fused.weight, fused.variance_epsilon)
+                hidden, state = residual.read_normed(state, site, fused._parameters["weight"], fused.variance_epsilon)
                 output = run(hidden, arguments, normed=True)
             state = residual.write(state, site, output)
         return (state,) if self.family.returns_tuple else state
@@ -127,9 +129,11 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
     def _path(self) -> tuple[Residual, tuple[Site, ...]]:
         """The residual path and the sites of this layer; those of an adapter where one has been put in."""
         (residual,), (owner,) = self._residual, self._owner
-        if owner is None or owner.residual is residual:
+        if owner is None:
             return residual, self._sites
-        found: Any = owner.residual
+        found: Any = owner._modules["residual"]
+        if found is residual:
+            return residual, self._sites
         return found, tuple(map(found.site, self._places))
 
     def _runs(self) -> tuple[Callable[..., Tensor], ...]:
@@ -147,7 +151,7 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         parts = self.family.attention if at == 0 else self.family.mlp
         if parts.norm is None or site.takes_norm or site.views > 1 or (at == 0 and self.tap._forward_hooks):
             return None
-        norm = getattr(self, parts.norm)
+        norm = self._modules[parts.norm]
         return norm if is_plain(norm) else None
 
     def _attend(self, hidden: Tensor, arguments: Arguments, *, normed: bool = False) -> Tensor:
@@ -155,7 +159,7 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         hidden = hidden if normed else self._norm(hidden, family.attention, site)
         if site.views > 1:
             hidden = hidden.flatten(-2)  # query, key and value projections each take their part
-        attention = getattr(self, family.attention.module)
+        attention: Any = self._modules[family.attention.module]
         output = attention(hidden_states=hidden, **family.attention_arguments(attention, arguments))
         return self._finish(output[0] if isinstance(output, tuple) else output, family.attention)
 
@@ -163,7 +167,8 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         del arguments
         family = self.family
         hidden = hidden if normed else self._norm(hidden, family.mlp, self._sites[-1])
-        output = getattr(self, family.mlp.module)(hidden)
+        transform: Any = self._modules[family.mlp.module]
+        output = transform(hidden)
         return self._finish(output[0] if isinstance(output, tuple) else output, family.mlp)
 
     def _attend_and_transform(self, hidden: Tensor, arguments: Arguments) -> Tensor:

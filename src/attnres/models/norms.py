@@ -28,7 +28,7 @@ def is_plain(norm: Any) -> bool:
     """
     return (
         _plain.get(type(norm), False)
-        and norm.weight.dtype != torch.float64  # which these norms compute in float32
+        and norm._parameters["weight"].dtype != torch.float64  # which these norms compute in float32
         and not norm._forward_hooks
         and not norm._forward_pre_hooks
         and "forward" not in norm.__dict__

@@ -21,6 +21,10 @@ Backend = Literal["auto", "reference", "cpu", "triton"]
 _default: Backend = "auto"
 _said: set[str] = set()
 
+_is_tracing, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+_transform_level = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
+_forward_derivatives = torch.autograd.forward_ad
+
 _CPU_DTYPES = frozenset({torch.float32, torch.bfloat16})
 _TRITON_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -51,19 +55,18 @@ def resolve(backend: Backend, sources: Sequence[Tensor], dtype: torch.dtype | No
 def in_reach(backend: Backend, sources: Sequence[Tensor]) -> bool:
     """Whether the CPU kernel can be called without further questions, as for the short reads of decoding.
 
-    Then the kernel checks its arguments itself. It is for inference, and for sources that are worth a kernel at all.
+    Then the kernel checks its arguments itself. It is for inference, and for ``"auto"`` once that has meant the kernel.
+    Between two sublayers of a model the caches hold weights, and every question costs several times what it does in a
+    loop; so there are few, and none goes through a module.
     """
-    if torch.compiler.is_compiling():  # first, so that no graph depends on what follows
-        return False
-    chosen = _default if backend == "auto" else backend
     return (
-        (chosen == "cpu" or (chosen == "auto" and "cpu" in _said))  # the choice is said before it is taken for granted
-        and not torch.is_grad_enabled()
-        and len(sources) > 1
+        not _is_tracing()  # first, so that no graph depends on what follows
+        and not _is_grad_enabled()
         and sources[0].is_cpu
-        and sources[0].dtype in _CPU_DTYPES
+        and backend == "auto"
+        and _default == "auto"
+        and "cpu" in _said  # the choice is said before it is taken for granted
         and not _transformed()
-        and _cpu_problem() is None
     )
 
 
@@ -116,8 +119,7 @@ def _refusal(backend: Backend, sources: Sequence[Tensor], dtype: torch.dtype | N
 
 
 def _transformed() -> bool:
-    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+    return _transform_level() is not None or _forward_derivatives._current_level >= 0
 
 
 def _cpu_problem() -> str | None:

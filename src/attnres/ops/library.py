@@ -21,8 +21,12 @@ NAMESPACE = "attnres"
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 _library.define(
-    "read(Tensor[] sources, Tensor pseudo_query, Tensor? key_weight, float eps, float out_scale, ScalarType? dtype) "
-    "-> Tensor"
+    "read(Tensor[] sources, Tensor pseudo_query, Tensor? key_weight, Tensor? out_norm_weight, float eps, "
+    "float out_scale, float out_norm_eps, ScalarType? dtype) -> Tensor"
+)
+_library.define(
+    "read_updated(Tensor[] sources, Tensor update, Tensor pseudo_query, Tensor? key_weight, Tensor? out_norm_weight, "
+    "float eps, float out_scale, float out_norm_eps, ScalarType? dtype) -> (Tensor mixed, Tensor updated)"
 )
 _library.define(
     "depth_attention(Tensor[] sources, Tensor pseudo_query, Tensor? key_weight, Tensor? out_norm_weight, float eps, "
@@ -67,11 +71,18 @@ def _fake_read(
     sources: Sequence[Tensor],
     pseudo_query: Tensor,
     key_weight: Tensor | None,
+    out_norm_weight: Tensor | None,
     eps: float,
     out_scale: float,
+    out_norm_eps: float,
     dtype: torch.dtype | None,
 ) -> Tensor:
     return sources[0].new_empty(sources[0].shape, dtype=sources[0].dtype if dtype is None else dtype)
+
+
+def _fake_read_updated(sources: Sequence[Tensor], update: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    del update
+    return _fake_read(sources, *arguments), sources[-1].new_empty(sources[-1].shape)
 
 
 def _fake_depth_attention(
@@ -262,13 +273,14 @@ def _refuse(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 def call(name: str, *arguments: Any) -> Any:
     """Call an operator, past autograd where no gradient is wanted: its bookkeeping costs more than a short read."""
     operator = getattr(torch.ops.attnres, name).default
-    if torch.compiler.is_compiling() or _wants_grad(arguments):
+    if torch.compiler.is_compiling() or wants_grad(arguments):
         return operator(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
 
 
-def _wants_grad(arguments: Sequence[Any]) -> bool:
+def wants_grad(arguments: Sequence[Any]) -> bool:
+    """Whether autograd would have to follow an operator with these arguments."""
     if not torch.is_grad_enabled():
         return False
     return any(
@@ -285,6 +297,7 @@ def _given(tensor: Tensor | None, grad: Tensor) -> Tensor | None:
 
 for _name, _fake in (
     ("read", _fake_read),
+    ("read_updated", _fake_read_updated),
     ("depth_attention", _fake_depth_attention),
     ("depth_attention_backward", _fake_depth_attention_backward),
     ("inter_block", _fake_inter_block),
@@ -293,6 +306,9 @@ for _name, _fake in (
     ("intra_block_backward", _fake_intra_block_backward),
 ):
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
+
+READ, READ_UPDATED = torch.ops.attnres.read.default, torch.ops.attnres.read_updated.default
+"""The operators for inference: a read of which only the mix is wanted, also with an update of its last source."""
 
 torch.library.register_autograd(
     f"{NAMESPACE}::depth_attention",

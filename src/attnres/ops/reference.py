@@ -39,13 +39,26 @@ def read(
 def finish(
     mixed: Tensor, out_norm_weight: Tensor | None, out_scale: float, out_norm_eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """What comes after the mix: the read's scale, the norm that follows if it is given, and the one rounding."""
+    """What comes after the mix: the read's scale, its one rounding, and the norm that follows if it is given.
+
+    That norm is no part of the read. It is rounded as when it follows in an operator of its own, so that fusing it
+    changes nothing but the order of sums.
+    """
     if out_scale != 1.0:
         mixed = mixed * out_scale
-    if out_norm_weight is not None:
-        weight = out_norm_weight.to(mixed.dtype)
-        mixed = torch.nn.functional.rms_norm(mixed, weight.shape, weight, out_norm_eps)
-    return mixed.to(dtype)
+    mixed = mixed.to(dtype)
+    return mixed if out_norm_weight is None else rms_norm(mixed, out_norm_weight, out_norm_eps).to(dtype)
+
+
+def rms_norm(read: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMSNorm of Llama and its relatives, rounded where Transformers rounds it.
+
+    The mean square is taken in float32 (float64 for float64), the normalised value is rounded to the dtype of ``read``,
+    and only then multiplied by the weight.
+    """
+    value = read.to(working_dtype([read]))
+    value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * value.to(read.dtype)
 
 
 def fold(pseudo_query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnres.errors import ConfigError
@@ -50,19 +51,36 @@ class DepthAttentionStrategy(HistoryStrategy):
 
     def read(self, state: History, site: Site) -> Tensor:
         """Depth attention over the finished sources and the partial sum (paper, Eq. 2-4 and 6)."""
+        return self._mix(state, site, stream_dtype(state.finished[0]))
+
+    def read_normed(self, state: History, site: Site, norm_weight: Tensor, norm_eps: float) -> tuple[Tensor, History]:
+        """The read and the norm that follows it, in one pass where no gradient is wanted."""
+        first = state.finished[0]
+        dtype = stream_dtype(first)
+        if torch.is_grad_enabled() or norm_weight.dtype != (dtype or first.dtype):
+            return super().read_normed(state, site, norm_weight, norm_eps)
+        return self._mix(state, site, dtype, norm_weight, norm_eps), state
+
+    def _mix(
+        self,
+        state: History,
+        site: Site,
+        dtype: torch.dtype | None,
+        norm_weight: Tensor | None = None,
+        norm_eps: float | None = None,
+    ) -> Tensor:
         assert isinstance(site, DepthSite)
         part = None if state.ahead is None else state.ahead.of(site.index)
+        options: dict[str, Any] = {
+            "eps": site.eps,
+            "out_scale": self._out_scale(state),
+            "out_norm_weight": norm_weight,
+            "out_norm_eps": norm_eps,
+            "dtype": dtype,
+        }
         if part is None:
-            return self._attend(state, site, return_weights=False)
-        return read_ahead(
-            state,
-            part,
-            site.pseudo_query,
-            site.key_weight,
-            eps=site.eps,
-            out_scale=self._out_scale(state),
-            dtype=stream_dtype(state.finished[0]),
-        )
+            return depth_attention(state.sources, *site.vectors, **options)
+        return read_ahead(state, part, *site.vectors, **options)
 
     def weights(self, stacked: Tensor, state: History, site: Site) -> Tensor:
         """The softmax values (paper, Eq. 3)."""
@@ -101,8 +119,7 @@ class DepthAttentionStrategy(HistoryStrategy):
         assert isinstance(site, DepthSite)
         return depth_attention(
             state.sources,
-            site.pseudo_query,
-            site.key_weight,
+            *site.vectors,
             eps=site.eps,
             out_scale=self._out_scale(state),
             dtype=stream_dtype(state.finished[0]),

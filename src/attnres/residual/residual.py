@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import ConfigError
+from attnres.ops.reference import rms_norm
 from attnres.residual.site import Site
 from attnres.residual.state import Streams, tensors
 from attnres.residual.strategy import Strategy
@@ -104,6 +105,24 @@ class Residual(nn.Module):
         for listener in self._listeners:
             listener.on_read(module.index, state, value)
         return value
+
+    def read_normed(self, state: Any, site: int | Site, norm_weight: Tensor, norm_eps: float) -> tuple[Tensor, Any]:
+        """A read followed by the RMSNorm of the sublayer, ``[*batch, dim]``, and the state to go on with.
+
+        The same as `read` and then the norm as Transformers' Llama rounds it: the read is rounded to the stream's
+        dtype, normalised in float32, rounded, and multiplied by the weight. Without gradients and without listeners a
+        strategy with fused kernels does both in one pass.
+
+        Args:
+            state: Of the model before sublayer ``site``.
+            site: As of `read`.
+            norm_weight: Weight of the norm, ``[dim]``.
+            norm_eps: Eps of the norm.
+        """
+        module = self.site(site)
+        if not self._listeners:
+            return self.strategy.read_normed(state, module, norm_weight, norm_eps)
+        return rms_norm(self.read(state, module), norm_weight, norm_eps), state
 
     def write(self, state: Any, site: int | Site, output: Tensor) -> Any:
         """The state after sublayer ``site`` put out ``output``; the given state stays as it is."""

@@ -66,6 +66,13 @@ class DepthSite(Site):
         nn.init.zeros_(self.pseudo_query)
         nn.init.ones_(self.key_weight)
 
+    @property
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """Pseudo-query and key weight, where they are parameters past `nn.Module.__getattr__`, which is slow."""
+        own = self._parameters
+        query, weight = own.get("pseudo_query"), own.get("key_weight")
+        return (self.pseudo_query, self.key_weight) if query is None or weight is None else (query, weight)
+
     def folded(self, dtype: torch.dtype) -> Tensor:
         """What a normalised source is scored with: ``pseudo_query * key_weight``, multiplied in ``dtype``."""
         return self.pseudo_query.to(dtype) * self.key_weight.to(dtype)

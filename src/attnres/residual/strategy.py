@@ -15,9 +15,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from attnres.ops.reference import rms_norm
 from attnres.residual.schedule import Source
 from attnres.residual.settings import check_settings
 from attnres.residual.site import Site
+
+_is_autocast_on = torch._C._is_any_autocast_enabled
 
 ReadScale = Literal["mean", "sum"]
 
@@ -45,6 +48,11 @@ class Strategy(ABC):
     """Its rule in one line, for tables: h the read, v an output, x what the state holds."""
     citation: ClassVar[str]
     """Where it comes from."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "read" in vars(cls) and "read_normed" not in vars(cls):  # what a base fuses is its own read, not this one
+            cls.read_normed = Strategy.read_normed
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -99,6 +107,10 @@ class Strategy(ABC):
     def read(self, state: Any, site: Site) -> Tensor:
         """The input of a sublayer, or of the final norm: ``[*batch, dim]``, or ``[*batch, views, dim]``."""
 
+    def read_normed(self, state: Any, site: Site, norm_weight: Tensor, norm_eps: float) -> tuple[Tensor, Any]:
+        """A read and the RMSNorm that follows it, and the state to go on with. A strategy may fuse the two."""
+        return rms_norm(self.read(state, site), norm_weight, norm_eps), state
+
     @abstractmethod
     def write(self, state: Any, site: Site, output: Tensor) -> Any:
         """The state after a sublayer's output; the given state stays as it is."""
@@ -132,6 +144,8 @@ def stream_dtype(embedding: Tensor) -> torch.dtype | None:
     Under autocast the embedding is float32 and sublayer outputs are not; without a declared dtype the first source
     would promote the whole stream. Autocast leaves float64 alone, and so does a read.
     """
+    if not _is_autocast_on():  # the only question where the answer is no
+        return None
     kind = embedding.device.type
     if embedding.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
         return None

@@ -6,7 +6,6 @@ gone over once per block. In evaluation phase 1 is computed ahead, where there a
 than its results cost to write and read again.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -25,8 +24,13 @@ Phases = Literal["auto", "one", "two"]
 
 MIN_FAR_IN_TRAINING = 2
 """Finished sources from which ``"auto"`` runs the backward pass of a block's reads together."""
-MIN_FAR_IN_EVALUATION, MIN_READS_IN_EVALUATION, MIN_TOKENS_IN_EVALUATION = 5, 8, 64
-"""Finished sources, reads in the block, and tokens from which ``"auto"`` computes phase 1 ahead."""
+MIN_FAR_IN_EVALUATION, MIN_READS_IN_EVALUATION, MIN_BYTES_IN_EVALUATION = 5, 8, 2**22
+"""Finished sources, reads in the block, and bytes of one source from which ``"auto"`` computes phase 1 ahead.
+
+Below that size the reads of a block are too short to be worth one more operator, and the more so in bfloat16, since
+phase 1 is float32. From about half as many reads on it would save time, but less than it costs in memory: as many
+``[tokens, dim]`` tensors as there are reads.
+"""
 
 
 def look_ahead(
@@ -80,22 +84,35 @@ def read_ahead(
     eps: float,
     out_scale: float,
     dtype: torch.dtype | None,
+    out_norm_weight: Tensor | None = None,
+    out_norm_eps: float | None = None,
 ) -> Tensor:
-    """Finish a read: merge its phase-1 result with the sources since (phase 2)."""
+    """Finish a read: merge its phase-1 result with the sources since (phase 2); the options of `depth_attention`."""
     ahead = state.ahead
     assert ahead is not None
     near = state.sources[ahead.far :]
     out_dtype = result_dtype(state.sources, dtype)
+    norm_eps = eps if out_norm_eps is None else out_norm_eps
     if ahead.carriers:
         far = state.sources[: ahead.far] if ahead.deferred else ()
-        return read_near(part, far, near, pseudo_query, key_weight, NearSettings(eps, out_scale, out_dtype))
+        read = read_near(part, far, near, pseudo_query, key_weight, NearSettings(eps, out_scale, out_dtype))
+        return finish(read, out_norm_weight, 1.0, norm_eps, out_dtype)
     if len(near) <= 1:
-        partial = near[0] if near else None
-        read = intra_block(part, partial, pseudo_query, key_weight, eps=eps, out_scale=out_scale, dtype=out_dtype)
+        read = intra_block(
+            part,
+            near[0] if near else None,
+            pseudo_query,
+            key_weight,
+            eps=eps,
+            out_scale=out_scale,
+            out_norm_weight=out_norm_weight,
+            out_norm_eps=norm_eps,
+            dtype=out_dtype,
+        )
         assert isinstance(read, Tensor)
         return read
     merged = part.merge(partial_softmax(near, pseudo_query, key_weight, eps=eps))
-    return finish(merged.mixed, None, out_scale, eps, out_dtype)
+    return finish(merged.mixed, out_norm_weight, out_scale, norm_eps, out_dtype)
 
 
 def _pays(sources: Sequence[Tensor], reads: int, training: bool) -> bool:
@@ -103,6 +120,9 @@ def _pays(sources: Sequence[Tensor], reads: int, training: bool) -> bool:
         return reads > 1 and len(sources) >= MIN_FAR_IN_TRAINING
     if reads < MIN_READS_IN_EVALUATION or len(sources) < MIN_FAR_IN_EVALUATION:
         return False
-    if torch.compiler.is_compiling():  # a graph is to serve any number of tokens
-        return True
-    return math.prod(sources[0].shape[:-1]) >= MIN_TOKENS_IN_EVALUATION
+    enough = sources[0].numel() * sources[0].itemsize >= MIN_BYTES_IN_EVALUATION
+    if not torch.compiler.is_compiling():
+        return enough
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(enough)  # a graph for any number of tokens serves single ones as well

@@ -15,22 +15,6 @@ struct IntraBlock {
   Row<P> next(int64_t j, int64_t t) const { return near[j][std::min(t + 1, tokens - 1)]; }
 };
 
-// An output to be added to the partial sum before it is read.
-template <class P>
-struct Update {
-  Rows<P> partial, output;
-  Sinks<P> sum;
-};
-
-template <class P>
-inline void update_partial(const Update<P>& update, int64_t t, int64_t dim) {
-  for_tiles<Number<P>>(dim, [&](int64_t d, auto extent) {
-    auto total = load(update.partial[t], d, extent);
-    total.add(load(update.output[t], d, extent));
-    store(total, update.sum[t], d, extent);
-  });
-}
-
 // Scores of the near sources to weights, in place; returns the weight of the phase-1 result.
 template <class A>
 inline A merge_weights(A lse, A* scores, int64_t count) {
@@ -62,7 +46,7 @@ void intra_block_forward(
   for_tokens(part.tokens, (count + 2) * dim, [&](int64_t begin, int64_t end) {
     Lines<Number<P>> line(part.norm_weight.size());
     for (int64_t t = begin; t < end; ++t) {
-      if (update) update_partial(*update, t, dim);
+      if (update) update->run(t, dim);
       Number<P>* near = weights + t * count;
       for (int64_t j = 0; j < count; ++j) {
         const auto sums = row_sums<false, P>(part.near[j][t], part.next(j, t), part.query.data(), nullptr, dim);
@@ -73,9 +57,9 @@ void intra_block_forward(
         merge(part, mixed[t], far, near, t, [&](auto tile, int64_t d, auto e) { store(tile, out[t], d, e); });
         continue;
       }
-      merge(part, mixed[t], far, near, t, [&](auto tile, int64_t d, auto) { store(tile, line.data(), d); });
-      norm_in_place(line.data(), part.norm_weight.data(), dim, part.norm_eps);
-      for_tiles<Number<P>>(dim, [&](int64_t d, auto e) { store(load(line.data(), d), out[t], d, e); });
+      FollowingNorm<P> norm(line.data(), out[t]);
+      merge(part, mixed[t], far, near, t, [&](auto tile, int64_t d, auto) { norm.take(tile, d); });
+      norm.finish(part.norm_weight.data(), dim, part.norm_eps);
     }
   });
 }

@@ -84,6 +84,11 @@ inline void narrow(const Tile<float>& tile, void* target, bool streamed) {
   put(round_to_half(tile.c) >> 16 | (round_to_half(tile.d) & 0xffff0000u), static_cast<Words*>(target) + 1, streamed);
 }
 
+// A vector as it is when it has been written in bfloat16 and read again.
+inline Tile<float>::Vector through_half(Tile<float>::Vector vector) {
+  return (Tile<float>::Vector)(round_to_half(vector) & 0xffff0000u);
+}
+
 inline void to_split(Tile<float>& t) {
   const auto a = t.a, b = t.b, c = t.c, d = t.d;
   t.a = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -144,6 +149,18 @@ inline void store(const Tile<Number<P>>& tile, Sink<P> sink, int64_t d, E extent
   char buffer[4 * kVectorBytes];
   store_whole<P>(tile, buffer, sink.half, false);
   std::memcpy(sink.data + d * size, buffer, extent.count * size);
+}
+
+// Rounds to the type of a row.
+template <class P>
+inline void round_as(Tile<Number<P>>& tile, bool half) {
+  if constexpr (P::split) {
+    if (!half) return;
+    tile.a = through_half(tile.a);
+    tile.b = through_half(tile.b);
+    tile.c = through_half(tile.c);
+    tile.d = through_half(tile.d);
+  }
 }
 
 // Ask for a tile of a row that will be read soon. Only a hint: it may point past the end.

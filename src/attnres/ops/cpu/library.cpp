@@ -1,4 +1,5 @@
 // The operators of attnres on CPU, registered under the schemas that attnres/ops/library.py defines.
+#include <ATen/CPUFunctions.h>
 #include <torch/library.h>
 
 #include "inter_block.h"
@@ -102,33 +103,61 @@ std::tuple<Tensor, Tensor, Tensor> depth_attention(
     const Tensor weights = working<P>(first, with_last(first.sizes(), sources.size()));
     const Tensor lse = working<P>(first, without_last(first.sizes()));
     read_forward<P>(
-        make_read<P>(sources, query, weight, norm, eps, scale, norm_eps), sinks_of<P>({mixed})[0],
+        make_read<P>(sources, query, weight, norm, eps, scale, norm_eps), nullptr, sinks_of<P>({mixed})[0],
         weights.data_ptr<Number<P>>(), lse.data_ptr<Number<P>>());
     return std::make_tuple(mixed, weights, lse);
   });
 }
 
+// The source with an update in its place, and what computes it.
+template <class P>
+Update<P> make_update(Rows<P>& source, const Tensor& output, const Tensor& sum) {
+  Update<P> update{source, Rows<P>(output), Sinks<P>(sum, false)};
+  source = Rows<P>(sum);
+  return update;
+}
+
 // The mix alone, for inference: fewer results to make and fewer arguments to pass, which is what counts at one token.
-Tensor read(
-    at::TensorList sources, const Tensor& query, const OptionalTensor& weight, double eps, double scale,
-    std::optional<at::ScalarType> dtype) {
+// With an update of the last source, the second result is the updated source.
+std::pair<Tensor, Tensor> read_only(
+    at::TensorList sources, const OptionalTensor& update, const Tensor& query, const OptionalTensor& weight,
+    const OptionalTensor& norm, double eps, double scale, double norm_eps, std::optional<at::ScalarType> dtype) {
   check_sources(sources, query, 1, weight);
   const Tensor& first = sources[0];
   for (const Tensor& source : sources) {
     TORCH_CHECK(dtype || source.scalar_type() == first.scalar_type(), "attnres: the sources differ in dtype");
     TORCH_CHECK(source.device().is_cpu(), "attnres: a source is not on the CPU");
   }
+  check_sizes("the update", update, first.sizes());
+  TORCH_CHECK(!update || update->device().is_cpu(), "attnres: the update is not on the CPU");
   const at::ScalarType type = dtype.value_or(first.scalar_type());
-  const bool half = type == at::kBFloat16 || any_of_type(sources, at::kBFloat16);
+  const bool half = type == at::kBFloat16 || any_of_type(sources, at::kBFloat16) ||
+      (update && update->scalar_type() == at::kBFloat16);
   return dispatch(false, half, [&](auto policy) {
     using P = decltype(policy);
-    const Tensor mixed = at::empty(first.sizes(), first.options().dtype(type));
-    std::vector<Number<P>> weights(count_tokens(first) * (sources.size() + 1));
-    read_forward<P>(
-        make_read<P>(sources, query, weight, std::nullopt, eps, scale, eps), sinks_of<P>({mixed})[0], weights.data(),
-        weights.data() + count_tokens(first) * sources.size());
-    return mixed;
+    const Tensor mixed = at::cpu::empty(first.sizes(), first.options().dtype(type));
+    auto read = make_read<P>(sources, query, weight, norm, eps, scale, norm_eps);
+    Tensor sum;
+    std::optional<Update<P>> addition;
+    if (update) {
+      sum = at::cpu::empty(first.sizes(), sources.back().options());
+      addition.emplace(make_update<P>(read.sources.back(), *update, sum));
+    }
+    read_forward<P>(read, addition ? &*addition : nullptr, sinks_of<P>({mixed})[0], nullptr, nullptr);
+    return std::make_pair(mixed, sum);
   });
+}
+
+Tensor read(
+    at::TensorList sources, const Tensor& query, const OptionalTensor& weight, const OptionalTensor& norm, double eps,
+    double scale, double norm_eps, std::optional<at::ScalarType> dtype) {
+  return read_only(sources, std::nullopt, query, weight, norm, eps, scale, norm_eps, dtype).first;
+}
+
+std::tuple<Tensor, Tensor> read_updated(
+    at::TensorList sources, const Tensor& update, const Tensor& query, const OptionalTensor& weight,
+    const OptionalTensor& norm, double eps, double scale, double norm_eps, std::optional<at::ScalarType> dtype) {
+  return read_only(sources, update, query, weight, norm, eps, scale, norm_eps, dtype);
 }
 
 std::tuple<Tensors, Tensor, Tensor, Tensor> depth_attention_backward(
@@ -259,8 +288,7 @@ std::tuple<Tensor, Tensor, Tensor> intra_block(
     if (update) {
       TORCH_CHECK(!near.empty(), "attnres: an update needs a partial sum");
       partial = at::empty(near.back().sizes(), near.back().options());
-      addition.emplace(Update<P>{part.near.back(), Rows<P>(*update), Sinks<P>(partial, false)});
-      part.near.back() = Rows<P>(partial);
+      addition.emplace(make_update<P>(part.near.back(), *update, partial));
     }
     intra_block_forward<P>(
         part, Rows<P>(mixed), lse.contiguous().template const_data_ptr<Number<P>>(), addition ? &*addition : nullptr,
@@ -297,6 +325,7 @@ std::tuple<Tensor, Tensor, Tensors, Tensor, Tensor> intra_block_backward(
 
 TORCH_LIBRARY_IMPL(attnres, CPU, library) {
   library.impl("read", read);
+  library.impl("read_updated", read_updated);
   library.impl("depth_attention", depth_attention);
   library.impl("depth_attention_backward", depth_attention_backward);
   library.impl("inter_block", inter_block);

@@ -57,23 +57,26 @@ inline void mix(const Read<P>& read, const Row<P>* rows, const Number<P>* weight
   });
 }
 
+// Weights and log-sum-exp may be absent, and so may an update of the last source.
 template <class P>
-void read_forward(const Read<P>& read, Sinks<P> mixed, Number<P>* weights, Number<P>* lse) {
+void read_forward(
+    const Read<P>& read, const Update<P>* update, Sinks<P> mixed, Number<P>* weights, Number<P>* lse) {
   const int64_t count = read.count();
   for_tokens(read.tokens, count * read.dim, [&](int64_t begin, int64_t end) {
     ReadScratch<P> scratch(read, false);
-    Number<P>* line = scratch.mixed.data();
     for (int64_t t = begin; t < end; ++t) {
+      if (update) update->run(t, read.dim);
       score_rows<false>(read, scratch, t);
-      lse[t] = softmax(scratch.score.data(), count);
-      std::copy(scratch.score.begin(), scratch.score.end(), weights + t * count);
+      const Number<P> total = softmax(scratch.score.data(), count);
+      if (lse) lse[t] = total;
+      if (weights) std::copy(scratch.score.begin(), scratch.score.end(), weights + t * count);
       const Row<P>* rows = scratch.rows.data();
       if (scratch.mixed.empty()) {
         mix(read, rows, scratch.score.data(), [&](auto tile, int64_t d, auto e) { store(tile, mixed[t], d, e); });
       } else {
-        mix(read, rows, scratch.score.data(), [&](auto tile, int64_t d, auto) { store(tile, line, d); });
-        norm_in_place(line, read.norm_weight.data(), read.dim, read.norm_eps);
-        for_tiles<Number<P>>(read.dim, [&](int64_t d, auto e) { store(load(line, d), mixed[t], d, e); });
+        FollowingNorm<P> norm(scratch.mixed.data(), mixed[t]);
+        mix(read, rows, scratch.score.data(), [&](auto tile, int64_t d, auto) { norm.take(tile, d); });
+        norm.finish(read.norm_weight.data(), read.dim, read.norm_eps);
       }
     }
   });

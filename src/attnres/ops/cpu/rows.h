@@ -100,7 +100,7 @@ std::vector<Rows<P>> rows_of(at::TensorList tensors) {
 // The rows of a small tensor [..., dim] as lines of the kernel's own, one after another.
 template <class P>
 Lines<Number<P>> lines(const Tensor& tensor) {
-  const Tensor cast = tensor.to(kType<P>).contiguous();
+  const Tensor cast = (tensor.scalar_type() == kType<P> ? tensor : tensor.to(kType<P>)).contiguous();
   const int64_t dim = cast.size(-1), step = pitch<Number<P>>(dim), count = count_tokens(cast);
   Lines<Number<P>> result(count * step);
   for (int64_t line = 0; line < count; ++line) {

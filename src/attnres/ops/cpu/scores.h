@@ -80,14 +80,48 @@ struct ScoreGrad {
       : query(ds * inverse_rms), value(ds == 0 ? 0 : -ds * score * inverse_rms * inverse_rms / dim) {}
 };
 
-// line = rms_norm(line) * weight; returns the inverse root mean square.
-template <class A>
-inline A norm_in_place(A* line, const A* weight, int64_t dim, A eps) {
-  Tile<A> square;
-  for (int64_t d = 0; d < padded<A>(dim); d += Tile<A>::width) square.add(load(line, d), load(line, d));
-  const A scale = inverse_rms(square.sum(), dim, eps);
-  for (int64_t d = 0; d < padded<A>(dim); ++d) line[d] *= scale * weight[d];
-  return scale;
-}
+// The RMSNorm that follows a read, rounded where Transformers rounds it: the read, the normalised value and its product
+// with the weight are each of the result's type.
+template <class P>
+class FollowingNorm {
+ public:
+  FollowingNorm(Number<P>* line, Sink<P> result) : line_(line), result_(result) {}
+
+  void take(Tile<Number<P>> read, int64_t d) {
+    round_as<P>(read, result_.half);
+    square_.add(read, read);
+    store(read, line_, d);
+  }
+  void finish(const Number<P>* weight, int64_t dim, Number<P> eps) const {
+    const Number<P> inverse = inverse_rms(square_.sum(), dim, eps);
+    for_tiles<Number<P>>(dim, [&](int64_t d, auto extent) {
+      auto value = load(line_, d);
+      value.scale(inverse);
+      round_as<P>(value, result_.half);
+      value.multiply(load(weight, d));
+      store(value, result_, d, extent);
+    });
+  }
+
+ private:
+  Number<P>* line_;
+  Sink<P> result_;
+  Tile<Number<P>> square_;
+};
+
+// An output that is added to a source before the source is read.
+template <class P>
+struct Update {
+  Rows<P> source, output;
+  Sinks<P> sum;
+
+  void run(int64_t t, int64_t dim) const {
+    for_tiles<Number<P>>(dim, [&](int64_t d, auto extent) {
+      auto total = load(source[t], d, extent);
+      total.add(load(output[t], d, extent));
+      store(total, sum[t], d, extent);
+    });
+  }
+};
 
 }  // namespace attnres

@@ -114,5 +114,5 @@ def _intra_block(
             tl.store(weights + token * count + slots, tl.exp(scores - peak) / total, mask=slots < count)
         mixed = mixed * (scale / total)
         if norm_weight is not None:
-            mixed = normalised(mixed, norm_weight, out_norm_eps, columns, mask, WIDTH, WORK)
+            mixed = normalised(mixed, norm_weight, out, out_norm_eps, columns, mask, WIDTH, WORK)
         tl.store(out + token * WIDTH + columns, mixed.to(out.dtype.element_ty), mask=mask)

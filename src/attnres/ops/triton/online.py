@@ -62,7 +62,13 @@ def pick(vector, index, slots):
 
 
 @triton.jit
-def normalised(mixed, norm_weight, eps, columns, mask, WIDTH: tl.constexpr, WORK: tl.constexpr):
-    """The norm that follows a read: ``mixed * rsqrt(mean(mixed^2) + eps) * norm_weight``."""
+def normalised(mixed, norm_weight, result, eps, columns, mask, WIDTH: tl.constexpr, WORK: tl.constexpr):
+    """The norm that follows a read: ``mixed * rsqrt(mean(mixed^2) + eps) * norm_weight``.
+
+    The read and the normalised value are each rounded to the type that ``result`` points to, as when the norm is an
+    operator of its own.
+    """
+    mixed = mixed.to(result.dtype.element_ty).to(WORK)
     inverse = inverse_rms(tl.sum(mixed * mixed, axis=0), eps, WIDTH, WORK)
-    return mixed * inverse * tl.load(norm_weight + columns, mask=mask, other=0.0).to(WORK)
+    scaled = (mixed * inverse).to(result.dtype.element_ty).to(WORK)
+    return scaled * tl.load(norm_weight + columns, mask=mask, other=0.0).to(WORK)

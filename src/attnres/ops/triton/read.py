@@ -107,7 +107,7 @@ def _read(
             chosen = tl.exp(scores - peak) / total
             mixed = mixed * (scale / total)
         if norm_weight is not None:
-            mixed = normalised(mixed, norm_weight, out_norm_eps, columns, mask, WIDTH, WORK)
+            mixed = normalised(mixed, norm_weight, mixed_rows, out_norm_eps, columns, mask, WIDTH, WORK)
         tl.store(mixed_rows + token * WIDTH + columns, mixed.to(mixed_rows.dtype.element_ty), mask=mask)
         tl.store(weights + token * count + slots, chosen, mask=slots < count)
         tl.store(lse + token, peak + tl.log(total))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnres.ops.precision import working_dtype
+from attnres.ops.reference import finish
 from attnres.ops.triton import launch, reduction, tiles
 from attnres.ops.triton.rows import Rows, rows_of
 
@@ -29,11 +30,9 @@ def depth_attention(
     rows = rows_of(sources)
     scores, _, _ = tiles.statistics(rows, tiles.fold(pseudo_query, key_weight, work)[None], eps)
     weights = _weights(scores)
-    mixed = _mix(sources, rows, weights) * out_scale
-    if out_norm_weight is not None:
-        mixed = mixed * _inverse_rms(mixed, out_norm_eps) * out_norm_weight.to(work)
+    mixed = finish(_mix(sources, rows, weights), out_norm_weight, out_scale, out_norm_eps, dtype)
     batch, lse = shape[:-1], scores.logsumexp(dim=-1)
-    return mixed.to(dtype).view(shape), weights.view(*batch, len(sources)), lse.view(batch)
+    return mixed.view(shape), weights.view(*batch, len(sources)), lse.view(batch)
 
 
 def depth_attention_backward(
@@ -117,10 +116,8 @@ def intra_block(
         shares = torch.cat([part, scores[:, 0]], dim=-1).softmax(dim=-1)
         weights = shares[:, 1:].contiguous()
         merged = merged * shares[:, :1] + tiles.gather(rows, weights[:, None], rows.tokens)[:, 0]
-    merged = merged * out_scale
-    if out_norm_weight is not None:
-        merged = merged * _inverse_rms(merged, out_norm_eps) * out_norm_weight.to(work)
-    return merged.to(dtype).view(mixed.shape).clone(), weights.view(*lse.shape, len(near)), partial
+    merged = finish(merged, out_norm_weight, out_scale, out_norm_eps, dtype)
+    return merged.view(mixed.shape).clone(), weights.view(*lse.shape, len(near)), partial
 
 
 def intra_block_backward(
