@@ -10,9 +10,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from attnres.cli import main
 from attnres.data.text import BundledText
+from attnres.data.tokenizer import byte_tokenizer
 from attnres.experiments.compare import compare
 from documents import ROOT, code_blocks, commands, name, prose, run_python
 
@@ -92,7 +94,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my-text" / "novel.txt").write_text(text, encoding="utf-8")
     rows = "".join(json.dumps({"text": line}) + "\n" for line in text.splitlines())
     (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8")
+    trained_model(tmp_path / "my-model")
     return tmp_path
+
+
+def trained_model(folder: Path) -> None:
+    """A small model with the vocabulary that the guide names, of which its tokenizer of bytes uses a few."""
+    shape = LlamaConfig(
+        vocab_size=49152, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(shape).save_pretrained(folder)
+    description = json.loads(byte_tokenizer().to_str())
+    vocab = description["model"]["vocab"]
+    vocab |= {f"<unused {index}>": index for index in range(len(vocab), 49152)}
+    (folder / "tokenizer.json").write_text(json.dumps(description), encoding="utf-8")
 
 
 @pytest.mark.slow

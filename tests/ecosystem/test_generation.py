@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, pipeline, set_seed
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeline, set_seed
 
 from attnres.models import convert
 from attnres.residual import BlockAttnRes, FullAttnRes
@@ -185,3 +185,29 @@ def test_text_goes_through_a_loaded_model(tmp_path):
     assert bool((batch["attention_mask"][0] == 0).any())
     output = model.generate(**{k: batch[k] for k in ("input_ids", "attention_mask")}, max_new_tokens=4, do_sample=False)
     assert output.shape[0] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", [BLOCK, FullAttnRes()], ids=str)
+def test_a_compiled_step_with_a_static_cache_is_one_graph_for_all_tokens(strategy):
+    """The decoding path where Python's overhead would show: every token runs the same compiled code."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model, ids = learned(strategy=strategy), tokens(1, 6)
+    expected = generate(model, ids, max_new_tokens=10, min_new_tokens=10)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+    step = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
+    cache, row = StaticCache(config=model.config, max_cache_len=32), ids
+    with torch.no_grad():
+        logits = model(row, cache=cache, use_cache=True).logits
+        for length in range(6, 15):
+            token = logits[:, -1:].argmax(-1)
+            row = torch.cat([row, token], dim=1)
+            logits = step(token, cache=cache, use_cache=True, position_ids=torch.tensor([[length]])).logits
+        row = torch.cat([row, logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(row, expected)
+    assert counter.frame_count <= 2  # a cache fresh from the prefill, and every later token
+    reads = [node for graph in counter.graphs for node in graph.graph.nodes if "attnres" in str(node.target)]
+    assert reads
