@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from attnres.errors import CheckpointError, ConfigError
+from attnres.models.classes import check_placed
 from attnres.models.layer import ResidualDecoderLayer
 from attnres.residual import STRATEGIES, BlockAttnRes, DepthSite, FullAttnRes
 from ecosystem.checkpoints import config_of, learned, saved
@@ -157,6 +158,15 @@ def test_a_residual_path_on_disk_is_refused_and_an_automatic_map_keeps_it_on_the
     assert "disk" in loaded.hf_device_map.values()
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+def test_a_device_map_over_several_devices_is_refused():
+    model = learned()
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu", "lm_head": "disk"}
+    check_placed(model)
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(CheckpointError, match="spreads the layers over 0, 1; allowed is one device"):
+        check_placed(model)
 
 
 def test_a_model_made_on_the_meta_device_has_its_initial_values_when_it_arrives(tmp_path):

@@ -92,12 +92,20 @@ def check_loaded(name: str, info: Any) -> None:
 
 
 def check_placed(model: Any) -> None:
-    """Refuse a residual path that a device map has put on disk or offloaded: every layer reads it, at its own place.
+    """Refuse a device map that offloads the residual path, or that spreads the layers over several devices.
+
+    What flows between the layers is a state and not a tensor, and every layer reads its sites at its own place.
 
     Raises:
-        CheckpointError: It is.
+        CheckpointError: It does.
     """
     places = getattr(model, "hf_device_map", None)
+    several = sorted({str(place) for place in (places or {}).values() if str(place) not in ("cpu", "disk")})
+    if len(several) > 1:
+        raise CheckpointError(
+            f"device_map spreads the layers over {', '.join(several)}; "
+            "allowed is one device, with offload to cpu and disk"
+        )
     if places and any(parameter.is_meta for parameter in model.base_model.residual.parameters()):
         told = {name: place for name, place in places.items() if "residual" in name or name == ""}
         raise CheckpointError(
