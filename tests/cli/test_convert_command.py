@@ -1,6 +1,8 @@
 """`attnres convert` and `unconvert`: what they write, what they print, and what they refuse."""
 
+import errno
 import json
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -176,22 +178,29 @@ def only_pickles(folder):
         (huge_header, "cut short or not a safetensors file: a header of 1099511627776 bytes"),
         (drop_tokenizer, "has no tokenizer"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "the tokenizer in .* cannot be loaded"),
-        (change_config(model_type="nonsense"), "cannot be loaded: .*nonsense"),
-        (change_config(model_type=...), "cannot be loaded: "),
+        (change_config(model_type="nonsense"), "cannot be used: .*nonsense"),
+        (change_config(model_type=...), "cannot be used: "),
         (change_config(hidden_size=64), "do not fit its config: .*of another shape: .*embed_tokens"),
         (change_config(num_hidden_layers=4), r"missing: model\.layers\.3\."),
         (change_config(num_hidden_layers=2), r"not in this model: model\.layers\.2\."),
         (change_config(tie_word_embeddings=True), "tie_word_embeddings is true, but .* differ"),
         (change_weights(lambda tensors: tensors.pop("lm_head.weight")), "missing: lm_head.weight"),
         (change_config(model_type="mamba"), "cannot be loaded|do not fit|differ|lists"),
-        (change_config(vocab_size="many"), "cannot be loaded: "),
+        (change_config(vocab_size="many"), "the config in .* cannot be used: "),
+        (change_config(num_key_value_heads=0), "cannot be used|cannot be run|cannot be loaded"),
+        (change_config(vocab_size=6_000_000), r"describes [\d,]+ parameters, but the files hold [\d,]+"),
+        (change_config(num_hidden_layers=10**9), "num_hidden_layers is 1000000000, but the files hold"),
+        (change_config(max_position_embeddings=-3), "max_position_embeddings is -3; allowed: 1 or more"),
+        (change_config(pad_token_id=500), "cannot be "),
+        (change_config(attn_implementation="flash_attention_2"), "cannot be "),
+        (change_config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}), "cannot be "),
+        (change_config(note="\ud800"), "config.json is damaged"),
+        (change_weights(lambda tensors: tensors["lm_head.weight"].fill_(float("nan"))), "would change|not finite"),
     ],
 )
 def test_bad_sources_get_one_line_and_leave_nothing(break_it, message, tmp_path, capsys):
     plain(tmp_path / "a")
     break_it(tmp_path / "a")
-    import re
-
     assert re.search(message, refused(capsys, "convert", tmp_path / "a", tmp_path / "b", *BLOCK))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
 
@@ -219,6 +228,34 @@ def test_other_bad_input_gets_one_line_and_leaves_nothing(tmp_path, capsys):
     ):
         assert message in refused(capsys, *arguments)
         assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path, capsys, monkeypatch):
+    plain(tmp_path / "a")
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("attnres.interop.folder.write_file", full)
+    assert "No space left on device" in refused(capsys, "convert", tmp_path / "a", tmp_path / "b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+def test_all_that_a_tokenizer_has_goes_along(tmp_path, capsys):
+    plain(tmp_path / "a")
+    (tmp_path / "a" / "additional_chat_templates").mkdir()
+    for name in ("additional_chat_templates/tool_use.jinja", "chat_template.jinja", "spiece.model", "tekken.json"):
+        (tmp_path / "a" / name).write_text(f"{{# {name} #}}")
+    run(capsys, "convert", tmp_path / "a", tmp_path / "b", *BLOCK)
+    for name in ("additional_chat_templates/tool_use.jinja", "chat_template.jinja", "spiece.model", "tekken.json"):
+        assert (tmp_path / "b" / name).read_text() == f"{{# {name} #}}"
+
+
+def test_numbers_that_json_has_not_are_null(tmp_path, capsys):
+    plain(tmp_path / "a")
+    change_weights(lambda tensors: tensors["lm_head.weight"].fill_(float("nan")))(tmp_path / "a")
+    printed = run(capsys, "convert", tmp_path / "a", tmp_path / "b", *BLOCK, "--json", "--allow-change")
+    assert json.loads(printed, parse_constant=pytest.fail)["perplexity_after"] is None
 
 
 def test_nothing_in_a_folder_is_run(tmp_path, capsys):

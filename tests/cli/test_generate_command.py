@@ -1,5 +1,7 @@
 """`attnres generate` on Hugging Face folders: batches, chunks, and what does not fit."""
 
+import json
+
 import pytest
 import torch
 
@@ -74,3 +76,32 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path, capsys):
         main(["generate", str(tmp_path), "--prompt", "the"])
     assert stop.value.code == 2
     assert "has no tokenizer (tokenizer.json or tokenizer_config.json)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"return_dict_in_generate": True},
+        {"use_cache": False},
+        {"penalty_alpha": 0.5, "top_k": 4},
+        {"num_beams": -1},
+        {"cache_implementation": "quantized"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_folders_own_settings_of_generation_do_not_interfere(settings, folder, tmp_path, capsys):
+    saved(tmp_path, learned(max_position_embeddings=64))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **settings}))
+    prompt = ("--prompt", "the quick", "--chunk-size", "2")
+    assert run(capsys, tmp_path, *prompt, *GREEDY) == run(capsys, folder, *prompt, *GREEDY)
+
+
+def test_weights_that_are_not_finite_are_one_line(tmp_path, capsys):
+    model = learned(max_position_embeddings=64)
+    torch.nn.init.constant_(model.model.residual.sites[2].pseudo_query, float("nan"))
+    saved(tmp_path, model)
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", str(tmp_path), "--prompt", "the", "--max-new-tokens", "3"])
+    assert stop.value.code == 2
+    assert "AttnResLlamaForCausalLM cannot continue the prompt: probability tensor contains" in capsys.readouterr().err

@@ -102,6 +102,22 @@ def test_another_process_without_attnres_computes_the_same(name, elsewhere):
     torch.testing.assert_close(grad, ours.base_model.residual.sites[2].pseudo_query.grad, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_saving_such_a_model_again_saves_the_code_too(elsewhere, tmp_path):
+    folders, *_ = elsewhere
+    AutoModelForCausalLM.from_pretrained(folders["llama"]).save_pretrained(tmp_path / "by-attnres")
+    code = BLOCKED + (
+        "from transformers import AutoModelForCausalLM as Auto\n"
+        f"model = Auto.from_pretrained({str(tmp_path / 'by-attnres')!r}, trust_remote_code=True)\n"
+        f"model.save_pretrained({str(tmp_path / 'by-code')!r})\n"
+        f"Auto.from_pretrained({str(tmp_path / 'by-code')!r}, trust_remote_code=True)\n"
+    )
+    environment = {"HF_HOME": str(tmp_path / "home"), "PATH": "/usr/bin", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "by-code" / CODE_FILE).is_file()
+
+
 def test_with_attnres_the_code_in_the_folder_is_not_used(tmp_path):
     folder = folder_of(tmp_path, "llama")
     (folder / CODE_FILE).write_text("raise RuntimeError('ran')")

@@ -7,6 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Starcoder2Model
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2DecoderLayer
 
 from attnres.errors import ConfigError, UnsupportedModelError
 from attnres.models import FAMILIES, convert, unconvert
@@ -25,7 +26,6 @@ UNKNOWN = {
     "Mixtral": {"num_local_experts": 4},
     "GptOss": {"num_local_experts": 4, "head_dim": 8},
     "GPTBigCode": {},
-    "Falcon": {},
 }
 
 
@@ -106,7 +106,8 @@ def test_something_between_the_layers_is_refused_by_the_whole_model():
     ("name", "message"),
     [
         ("Mamba", r"its layers \(MambaBlock\) do not look like one attention and one MLP: they call norm, mixer"),
-        ("Bloom", r"BloomModel layer 0 \(BloomBlock\) cannot be run as two sublayers"),
+        ("Bloom", r"its layers \(BloomBlock\) return a tuple; allowed are layers that return a tensor"),
+        ("Falcon", r"its layers \(FalconDecoderLayer\) return a tuple; allowed are layers that return a tensor"),
     ],
 )
 def test_other_architectures_are_refused_by_name(name, message):
@@ -115,8 +116,64 @@ def test_other_architectures_are_refused_by_name(name, message):
         convert(AutoModelForCausalLM.from_config(config), FullAttnRes())
 
 
+class _DropsByFunction(Starcoder2DecoderLayer):
+    """Drops values in training, in a way that no child module shows."""
+
+    def forward(self, hidden_states, **arguments):
+        return torch.nn.functional.dropout(super().forward(hidden_states, **arguments), 0.5, self.training)
+
+
+def test_dropout_that_is_no_module_is_refused(monkeypatch):
+    plain = unknown("Starcoder2")
+    random_state = torch.get_rng_state()
+    convert(copy.deepcopy(plain), FullAttnRes())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for layer in plain.model.layers:
+        layer.__class__ = _DropsByFunction
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 \(_DropsByFunction\) differs .* in training mode"):
+        convert(plain, FullAttnRes())
+
+
+@pytest.mark.parametrize("name", ["Phi", "StableLm", "GPTBigCode"])
+def test_dropout_that_is_a_module_stays(name):
+    rates = {"Phi": {"resid_pdrop": 0.4}, "StableLm": {"hidden_dropout": 0.4}, "GPTBigCode": {"resid_pdrop": 0.4}}
+    UNKNOWN.setdefault(name, {})
+    plain, ids = unknown(name, **rates[name]).train(), torch.randint(3, 96, (2, 9))
+    outputs = []
+    for model in (plain, convert(copy.deepcopy(plain), FullAttnRes())):
+        torch.manual_seed(7)
+        outputs.append(model(ids, use_cache=False).logits)
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+
+
+def test_tensors_of_a_layers_own_are_refused():
+    plain = unknown("Starcoder2")
+    plain.model.layers[1].register_buffer("scale", torch.ones(1))
+    with pytest.raises(
+        UnsupportedModelError, match=r"layer 1 \(Starcoder2DecoderLayer\) has tensors of its own .*scale"
+    ):
+        convert(plain, FullAttnRes())
+
+
+def test_weights_that_are_not_finite_are_said_to_be():
+    plain = make("llama")
+    torch.nn.init.constant_(plain.model.layers[0].mlp.up_proj.weight, float("nan"))
+    with pytest.raises(UnsupportedModelError, match="Llama gives values that are not finite"):
+        convert(plain, FullAttnRes())
+
+
+@pytest.mark.parametrize("strategy", [None, "block", FullAttnRes])
+def test_what_is_no_strategy_is_refused(strategy):
+    with pytest.raises(ConfigError, match=r"strategy is .*; allowed is one of attnres\.residual"):
+        convert(make("llama"), strategy)
+
+
 def test_a_description_survives_json_and_a_broken_one_is_refused():
     for family in FAMILIES.values():
         assert Family.from_dict(family.to_dict()) == family
     with pytest.raises(ConfigError, match=r"attnres_family is .*allowed is the description of a family"):
         Family.from_dict({"name": "x"})
+    whole = FAMILIES["LlamaDecoderLayer"].to_dict()
+    for wrong in ({"layers": 3}, {"parallel": 2}, {"drops": {"a": [1]}}, {"mlp": {"module": None}}):
+        with pytest.raises(ConfigError, match="names are strings"):
+            Family.from_dict({**whole, **wrong})

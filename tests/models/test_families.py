@@ -178,3 +178,10 @@ def test_new_models_of_every_kind_of_family_can_be_built(family):
     model, ids = build(ALL_CONFIGS[family](), FullAttnRes()), tokens(1, 5)
     assert model.base_model.residual.strategy.read_scale == "mean"
     model(ids, labels=ids).loss.backward()
+
+
+def test_a_final_norm_that_was_replaced_does_not_stop_the_way_back():
+    model = convert(make("llama"), FullAttnRes())
+    model.model.norm = copy.deepcopy(make("llama").model.norm)
+    assert type(unconvert(model)).__name__ == "LlamaForCausalLM"
+    model(tokens(1, 4))

@@ -4,6 +4,7 @@ A command's module is imported only when it runs, so ``attnres --help`` is quick
 line on standard error and exit status 2; anything else keeps its traceback.
 """
 
+import errno
 import importlib
 import os
 import sys
@@ -28,6 +29,8 @@ COMMANDS = {
     "bench": "measure speed and memory: one read, all reads, whole models, inference",
     "conformance": "check any implementation against the definition",
 }
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+"""What a disk says while it is written to, without the name of a file."""
 MODULES = {"import": "import_checkpoint", "export": "export_checkpoint"}
 """Where a command's module has another name than the command."""
 
@@ -52,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         sys.stderr.close()  # the reader, such as `head`, has had enough
     except OSError as error:
-        if error.filename is None:  # not about a file that somebody named
+        if error.filename is None and error.errno not in DISK:  # not about a file that somebody named
             raise
-        _fail(f"{error.filename}: {error.strerror}")
+        _fail(f"{error.filename or 'writing'}: {error.strerror}")
     except KeyboardInterrupt:
         print("attnres: interrupted", file=sys.stderr)
         raise SystemExit(130) from None

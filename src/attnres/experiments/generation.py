@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
-from attnres.errors import ConfigError
+from attnres.errors import CheckpointError, ConfigError
 from attnres.experiments.trained import load_trained
 from attnres.interop.folder import CONFIG, open_folder
-from attnres.interop.loading import load_model, load_tokenizer
+from attnres.interop.loading import BROKEN, check_config, first_sentence, load_model, load_tokenizer
 from attnres.train import resolve_device
 
 PaddingSide = Literal["left", "right"]
@@ -35,8 +36,10 @@ def load_text_model(folder: Path) -> TextModel:
         ConfigError, CheckpointError, DataError: It is neither, or it is damaged.
     """
     if _is_hugging_face(folder):
+        opened = open_folder(folder)
+        check_config(opened)
         words = load_tokenizer(folder)
-        model = load_model(open_folder(folder), dtype="auto", device=resolve_device("auto"))
+        model = load_model(opened, dtype="auto", device=resolve_device("auto"))
         return TextModel(
             model=model,
             encode=lambda text: words(text).input_ids,
@@ -84,14 +87,22 @@ def continue_prompts(
     ids, mask = _padded(rows, text_model.pad_id)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
     torch.manual_seed(seed)
-    outputs = text_model.model.generate(
-        ids.to(text_model.model.device),
-        attention_mask=mask.to(text_model.model.device),
+    model = text_model.model
+    given = getattr(model, "generation_config", None)
+    settings = GenerationConfig(  # of a folder's own settings only where a text ends; the rest is asked for here
         max_new_tokens=max_new_tokens,
         pad_token_id=text_model.pad_id,
+        eos_token_id=getattr(given, "eos_token_id", None),
         prefill_chunk_size=chunk_size,
         **sampling,
     )
+    model.generation_config = settings
+    try:
+        outputs = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings)
+    except BROKEN as error:
+        raise CheckpointError(
+            f"the {type(model).__name__} cannot continue the prompt: {first_sentence(error)}"
+        ) from error
     longest = ids.shape[1]
     return [text_model.decode(output[longest - len(row) :].tolist()) for row, output in zip(rows, outputs, strict=True)]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from attnres.data.text import BundledText
 from attnres.errors import CheckpointError, ConfigError, UnsupportedModelError
 from attnres.interop.folder import CheckpointFolder, check_absent, open_folder, write_folder
-from attnres.interop.loading import load_model, load_tokenizer
+from attnres.interop.loading import BROKEN, check_config, first_sentence, load_model, load_tokenizer
 from attnres.interop.own import read_own
 from attnres.interop.stored import StoredTensor, read_header
 from attnres.models import convert, unconvert
@@ -74,7 +74,8 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
-        return {**asdict(self), "lossless": self.is_lossless}
+        values = {name: _finite(value) for name, value in asdict(self).items()}
+        return {**values, "lossless": self.is_lossless}
 
 
 def convert_checkpoint(
@@ -111,6 +112,8 @@ def convert_checkpoint(
             was not allowed. Nothing is written.
     """
     destination = Path(destination)
+    if tokens < 2:
+        raise ConfigError(f"tokens is {tokens}; allowed: 2 or more")
     check_absent(destination)
     if remote_code:
         check_remote(strategy)
@@ -120,6 +123,7 @@ def convert_checkpoint(
             f"{folder.path} has a residual strategy already ({folder.config.get('attnres')}); "
             "allowed is a plain model (attnres unconvert gives it back)"
         )
+    check_config(folder)
     words = load_tokenizer(folder.path)
     model = load_model(folder, device=device)
     ids = _sample(words, model, text, tokens)
@@ -154,9 +158,12 @@ def unconvert_checkpoint(
     changes, and ``allow_change`` is needed. Arguments and errors are those of `convert_checkpoint`.
     """
     destination = Path(destination)
+    if tokens < 2:
+        raise ConfigError(f"tokens is {tokens}; allowed: 2 or more")
     check_absent(destination)
     folder = open_folder(Path(source))
     own = read_own(folder)
+    check_config(folder)
     words = load_tokenizer(folder.path)
     model = load_model(folder, device=device)
     residual = model.base_model.residual
@@ -172,10 +179,13 @@ def unconvert_checkpoint(
     return report
 
 
+def _finite(value: Any) -> Any:
+    """The value, or None for a number that JSON has not."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _sample(words: Any, model: Any, text: str | None, tokens: int) -> Tensor:
     """Ids ``[1, T]`` of the text that both models read."""
-    if tokens < 2:
-        raise ConfigError(f"tokens is {tokens}; allowed: 2 or more")
     context = getattr(model.config, "max_position_embeddings", None) or tokens
     ids = words(_held_out() if text is None else text, return_tensors="pt").input_ids[:, : min(tokens, context)]
     if ids.shape[1] < 2:
@@ -191,8 +201,11 @@ def _held_out() -> str:
 
 
 def _logits(model: Any, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(ids, use_cache=False).logits.float()
+    try:
+        with torch.no_grad():
+            return model(ids, use_cache=False).logits.float()
+    except BROKEN as error:
+        raise CheckpointError(f"the {type(model).__name__} cannot be run: {first_sentence(error)}") from error
 
 
 def _compare(model: Any, residual: Any, before: Tensor, after: Tensor, ids: Tensor) -> ConversionReport:
@@ -213,12 +226,17 @@ def _compare(model: Any, residual: Any, before: Tensor, after: Tensor, ids: Tens
         tokens=ids.shape[1],
         largest_logit=before.abs().max().item(),
         largest_difference=difference.abs().max().item(),
-        relative_difference=(difference.norm() / before.double().norm()).item(),
+        relative_difference=_relative(difference, before.double()),
         perplexity_before=_perplexity(before, ids),
         perplexity_after=_perplexity(after, ids),
         scale_sensitive=() if scale is None else scale.without_norm,
         largest_eps=0.0 if scale is None else max((eps for _, eps in scale.eps), default=0.0),
     )
+
+
+def _relative(difference: Tensor, before: Tensor) -> float:
+    size = difference.norm().item()
+    return size and size / before.norm().item() if bool(before.any()) else (math.inf if size else 0.0)
 
 
 def _perplexity(logits: Tensor, ids: Tensor) -> float:

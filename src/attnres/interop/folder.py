@@ -23,9 +23,12 @@ LARGEST_JSON = 1 << 28
 
 _COPIED = re.compile(
     r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|generation_config|chat_template)\.json"
-    r"|merges\.txt|vocab\.txt|tokenizer\.model|tiktoken\.model|chat_template\.jinja|LICENSE(\.\w+)?"
+    r"|merges\.txt|vocab\.txt|tokenizer\.model|tiktoken\.model|spiece\.model|sentencepiece\.bpe\.model|tekken\.json"
+    r"|[\w.-]+\.tiktoken|chat_template\.jinja|LICENSE(\.\w+)?"
 )
 """Files beside the weights that are copied as they are."""
+_TEMPLATES = "additional_chat_templates"
+"""Folder of chat templates beside the first."""
 _SHARD = re.compile(r"[\w-][\w.-]*\.safetensors")
 _EXECUTABLE = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 """Weights in formats that run code when they are loaded."""
@@ -136,6 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} has {size} bytes; allowed are {LARGEST_JSON}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        to_json(value).encode()  # a lone surrogate can be read, but not written
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: not JSON ({error})") from error
     return _table(value, path)
@@ -204,8 +208,12 @@ def _new_index(metadata: Mapping[str, Any], by_file: Mapping[str, Sequence[Store
 
 
 def _copy_others(source: Path, folder: Path) -> None:
-    for file in sorted(source.iterdir()):
-        if _COPIED.fullmatch(file.name) and file.is_file():
-            shutil.copyfile(file, folder / file.name)
-            with (folder / file.name).open("rb") as copied:
-                os.fsync(copied.fileno())
+    files = [file for file in sorted(source.iterdir()) if _COPIED.fullmatch(file.name)]
+    for file in [*files, *sorted((source / _TEMPLATES).glob("*.jinja"))]:
+        if not file.is_file():
+            continue
+        copy = folder / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+        with copy.open("rb") as copied:
+            os.fsync(copied.fileno())

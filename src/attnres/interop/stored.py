@@ -144,6 +144,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 
     try:
         header = json.loads(text, object_pairs_hook=unique)
+        json.dumps(header, ensure_ascii=False).encode()  # a lone surrogate can be read, but not written
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is damaged or not a safetensors file: its header is not JSON ({error})"

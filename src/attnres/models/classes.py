@@ -19,6 +19,7 @@ from attnres.models.config import PREFIX, AttnResConfigMixin, config_class, pars
 from attnres.models.families import FAMILIES, Family
 from attnres.models.install import install
 from attnres.models.layer import HiddenStateTap, ResidualDecoderLayer
+from attnres.models.remote.write import names_remote_code, write_remote_code
 from attnres.residual import Site
 
 AUTO_CLASSES: tuple[Any, ...] = (
@@ -61,6 +62,13 @@ class AttnResMixin:
         check_loaded(cls.__name__, info)
         check_placed(model)
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save the model; with the code for readers without attnres where its config names that."""
+        super().save_pretrained(save_directory, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        config: Any = self.config  # pyright: ignore[reportAttributeAccessIssue]
+        if names_remote_code(config):
+            write_remote_code(save_directory)
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -115,7 +123,7 @@ def check_placed(model: Any) -> None:
 
 
 def _is_residual(name: str) -> bool:
-    return "residual.sites." in name
+    return "residual" in name.split(".")
 
 
 def family_in(config: Any, base: Any) -> Family:

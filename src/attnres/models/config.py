@@ -42,13 +42,13 @@ def parse_strategy(description: Any) -> Strategy:
         ConfigError: There is no such strategy, or a setting is unknown or not allowed.
     """
     classes = {cls.__name__: cls for cls in STRATEGIES.values()}
-    if not isinstance(description, Mapping) or description.get("type") not in classes:
+    if not isinstance(description, Mapping) or str(description.get("type")) not in classes:
         raise ConfigError(
             f"attnres is {description!r}; allowed is a dictionary whose type is one of {', '.join(classes)}"
         )
     settings = {name: value for name, value in description.items() if name != "type"}
     try:
-        return classes[description["type"]](**settings)
+        return classes[str(description["type"])](**settings)
     except TypeError as error:
         raise ConfigError(f"attnres is {description!r}; {error}") from error
 

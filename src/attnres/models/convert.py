@@ -41,6 +41,7 @@ def build(config: PreTrainedConfig, strategy: Strategy, *, dtype: torch.dtype | 
         >>> build(config, BlockAttnRes(sublayers_per_block=2)).num_parameters()
         25056
     """
+    _check_strategy(strategy)
     settled = strategy.with_read_scale("mean")
     saved = getattr(config, "attnres", None)
     if saved is not None and saved != describe_strategy(settled):
@@ -77,6 +78,7 @@ def convert(model: Any, strategy: Strategy, *, allow_change: bool = False) -> An
         UnsupportedModelError: The model is not a decoder, has a strategy already, its decomposition is not exact, its
             layers have hooks, which would be lost, or the read scale would change it.
     """
+    _check_strategy(strategy)
     base = _base_model(model)
     family = known_family(_known_layers(base)) or discover(base)
     _check_no_hooks(getattr(base, family.layers))
@@ -127,6 +129,11 @@ def converted_base(model: Any) -> Any:
         raise UnsupportedModelError(f"{type(model).__name__} has no residual strategy; allowed is a converted model")
     base: Any = model.base_model  # pyright: ignore[reportAttributeAccessIssue]
     return base
+
+
+def _check_strategy(strategy: Any) -> None:
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(f"strategy is {strategy!r}; allowed is one of attnres.residual, such as FullAttnRes()")
 
 
 def _base_model(model: Any) -> Any:

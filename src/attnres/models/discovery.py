@@ -40,7 +40,6 @@ class _Trace:
     arguments: dict[str, Any] = field(default_factory=dict)
     calls: list[_Call] = field(default_factory=list)
     returned: Any = None
-    returns_tuple: bool = False
 
 
 def discover(base: Any) -> Family:
@@ -69,7 +68,6 @@ def discover(base: Any) -> Family:
         mlp=first.mlp,
         parallel=first.parallel,
         drops=drops,
-        returns_tuple=first.returns_tuple,
         layers=layers,
         norm=norm,
     )
@@ -127,8 +125,7 @@ def _hook(layer: nn.Module, traces: list[_Trace]) -> list[Any]:
         trace.arguments = dict(kwargs)
 
     def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        trace.returned = _tensor(output)
-        trace.returns_tuple = isinstance(output, tuple)
+        trace.returned = output
 
     handles = [
         layer.register_forward_pre_hook(begin, with_kwargs=True),
@@ -147,6 +144,12 @@ def _hook(layer: nn.Module, traces: list[_Trace]) -> list[Any]:
 
 
 def _describe(base: Any, trace: _Trace, layers: str, norm: str) -> Family:
+    if not isinstance(trace.returned, Tensor):
+        raise UnsupportedModelError(
+            f"{type(base).__name__} is no known family, and its layers ({type(trace.layer).__name__}) return a "
+            f"{type(trace.returned).__name__}; allowed are layers that return a tensor, so that hidden states and "
+            "attentions are recorded by Transformers and not collected by the model"
+        )
     attention, mlp = _main_calls(base, trace)
     parts = [_parts(call, trace) for call in (attention, mlp)]
     inputs = [_source(call, part, trace) for call, part in zip((attention, mlp), parts, strict=True)]
@@ -158,7 +161,6 @@ def _describe(base: Any, trace: _Trace, layers: str, norm: str) -> Family:
         mlp=parts[1],
         parallel=inputs[1] is trace.given,
         drops={type(attention.module).__name__: tuple(lost)} if lost else {},
-        returns_tuple=trace.returns_tuple,
         layers=layers,
         norm=norm,
     )

@@ -53,8 +53,6 @@ class Family:
     layer that says so (GPT-NeoX)."""
     drops: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By class name of an attention, arguments of the layer that it must not be given."""
-    returns_tuple: bool = False
-    """Whether a layer returns its hidden state as the first of several things (Falcon)."""
     layers: str = "layers"
     """Attribute of the model that holds its decoder layers."""
     norm: str = "norm"
@@ -87,11 +85,20 @@ class Family:
         try:
             parts = {name: SublayerParts(**data[name]) for name in ("attention", "mlp")}
             drops = {name: tuple(arguments) for name, arguments in data["drops"].items()}
-            return cls(**{**data, **parts, "drops": drops})
+            family = cls(**{**data, **parts, "drops": drops})
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"attnres_family is {data!r}; allowed is the description of a family ({error})"
             ) from error
+        if not family._has_names():
+            raise ConfigError(f"attnres_family is {data!r}; allowed is the description of a family (names are strings)")
+        return family
+
+    def _has_names(self) -> bool:
+        names = [self.name, self.layer_class, self.layers, self.norm, self.attention.module, self.mlp.module]
+        names += self.attention.names | self.mlp.names
+        names += [name for kind, dropped in self.drops.items() for name in (kind, *dropped)]
+        return all(isinstance(name, str) for name in names) and isinstance(self.parallel, bool | str)
 
 
 def plain_norms(layers: nn.ModuleList, family: Family) -> list[nn.Module]:
@@ -173,13 +180,19 @@ def known_family(layers: nn.ModuleList) -> Family | None:
 
 
 def check_children(layers: nn.ModuleList, family: Family) -> None:
-    """Refuse layers with parts that the family does not describe, which would not be run.
+    """Refuse layers with parts that the family does not describe, which would not be run or not be saved.
 
     Raises:
-        UnsupportedModelError: There is such a part, as with GPT-2's cross attention.
+        UnsupportedModelError: There is such a part, as with GPT-2's cross attention, or a tensor of the layer's own.
     """
     known = family.attention.names | family.mlp.names
     for index, layer in enumerate(layers):
+        own = [*layer._parameters, *layer._buffers]
+        if own:
+            raise UnsupportedModelError(
+                f"layer {index} ({type(layer).__name__}) has tensors of its own besides its parts ({', '.join(own)}), "
+                "which conversion would lose"
+            )
         children = {name for name, _ in layer.named_children()}
         if children != known:
             extra, lacking = sorted(children - known), sorted(known - children)

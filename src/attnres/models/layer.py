@@ -99,7 +99,7 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
                 hidden, state = residual.read_normed(state, site, fused._parameters["weight"], fused.variance_epsilon)
                 output = run(hidden, arguments, normed=True)
             state = residual.write(state, site, output)
-        return (state,) if self.family.returns_tuple else state
+        return state
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the sublayers, each with its norm; the arguments are those of `torch.compile`.
@@ -238,11 +238,12 @@ def read_before(norm: Any, owner: nn.Module) -> None:
 
 
 def read_no_more(norm: Any) -> None:
-    """Undo `read_before`."""
+    """Undo `read_before`, where it was done: a norm that has been put in since needs nothing."""
     for key, hook in list(norm._forward_pre_hooks.items()):
         if hook is _read_output:
             del norm._forward_pre_hooks[key]
-    del norm.tap, norm._owner
+    norm._modules.pop("tap", None)
+    vars(norm).pop("_owner", None)
 
 
 def _read_output(norm: Any, arguments: tuple[Any, ...]) -> tuple[Tensor] | None:

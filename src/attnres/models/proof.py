@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UnsupportedModelError
-from attnres.models.families import Family
+from attnres.models.families import FAMILIES, Family
 from attnres.models.install import install, take_out
 from attnres.models.layer import ResidualDecoderLayer
-from attnres.models.modes import evaluating
+from attnres.models.modes import evaluating, training
 from attnres.residual import PreNorm, Residual
 
 PROOF_TOKENS = 8
@@ -37,14 +37,14 @@ def prove(base: Any, family: Family) -> float:
         split = ResidualDecoderLayer(layer, family, residual, 0)
         with torch.no_grad(), evaluating(base):
             try:
-                state = split(hidden, *positional, **keywords)
-                actual = (state[0] if family.returns_tuple else state).hidden
+                actual = split(hidden, *positional, **keywords).hidden
             except (TypeError, AttributeError, RuntimeError) as error:
                 raise UnsupportedModelError(
                     f"{family.name} layer {index} ({type(layer).__name__}) cannot be run as two sublayers: {error}"
                 ) from error
         what = f"{family.name} layer {index} ({type(layer).__name__}) differs from its two sublayers"
-        worst = max(worst, _check(what, actual, expected))
+        worst = max(worst, _check(what, actual, expected, family))
+        _prove_in_training(index, layer, split, (args, keywords), family)
     return worst
 
 
@@ -65,17 +65,42 @@ def prove_whole(base: Any, family: Family) -> float:
         actual = _run(base, family)
     finally:
         take_out(base)
-    return _check(f"{type(base).__name__} differs from its sublayers", actual, expected)
+    return _check(f"{type(base).__name__} differs from its sublayers", actual, expected, family)
 
 
-def _check(what: str, actual: Tensor, expected: Tensor) -> float:
+def _prove_in_training(index: int, layer: nn.Module, split: nn.Module, call: Any, family: Family) -> None:
+    """Check that a layer and its decomposition drop the same values in training, where they drop any.
+
+    Raises:
+        UnsupportedModelError: They do not, as where a layer calls dropout as a function.
+    """
+    args, keywords = call
+    outputs = []
+    for each in (layer, split):
+        with torch.no_grad(), training(layer), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            each.training = True
+            output = each.forward(*args, **keywords)
+            outputs.append(output[0] if isinstance(output, tuple) else getattr(output, "hidden", output))
+    if not torch.allclose(*outputs, rtol=1e-2, atol=1e-2):
+        raise UnsupportedModelError(
+            f"{family.name} layer {index} ({type(layer).__name__}) differs from its two sublayers in training mode; "
+            "allowed are layers whose dropout is a module"
+        )
+
+
+def _check(what: str, actual: Tensor, expected: Tensor, family: Family) -> float:
+    if not bool(expected.isfinite().all()):
+        raise UnsupportedModelError(f"{family.name} gives values that are not finite; allowed are weights that are")
     difference = _relative_difference(actual, expected)
     allowed = 16 * torch.finfo(expected.dtype).eps
     if not difference <= allowed:  # also refuses NaN
-        raise UnsupportedModelError(
-            f"{what} by {difference:.3g} relative; allowed is {allowed:.3g}. "
+        reason = (
             "This version of Transformers is not supported"
+            if family.layer_class in FAMILIES
+            else "It is not the plain sum of an attention and an MLP; a residual that is scaled, for one, is refused"
         )
+        raise UnsupportedModelError(f"{what} by {difference:.3g} relative; allowed is {allowed:.3g}. {reason}")
     return difference
 
 

@@ -11,6 +11,8 @@ speed.
 
 import copy
 import inspect
+import os
+import shutil
 from functools import cache
 from typing import Any
 
@@ -120,7 +122,7 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
         else:
             state = residual.write(state, site, attended)
             state = residual.write(state, site + 1, self._sublayer("mlp", residual.read(state, site + 1), {}))
-        return (state,) if self.family["returns_tuple"] else state
+        return state
 
     def _sublayer(self, kind: str, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         parts = self.family[kind]
@@ -221,6 +223,11 @@ class AttnResModelMixin:
         """Names of weights are the family's."""
         return False
 
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save the model, and this file beside it."""
+        super().save_pretrained(save_directory, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        shutil.copyfile(__file__, os.path.join(save_directory, "modeling_attnres.py"))
+
     def _init_weights(self, module: Any) -> None:
         if not isinstance(module, Site):
             super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
@@ -257,7 +264,8 @@ class AttnResForCausalLM:
         """Load the model, with its residual path or not at all."""
         options = {**kwargs, "config": config, "output_loading_info": True}
         model, info = cls._class(config).from_pretrained(*args, **options)
-        wrong = [name for key in ("missing_keys", "unexpected_keys") for name in info[key] if ".residual." in name]
+        keys = [*info["missing_keys"], *info["unexpected_keys"], *(str(key[0]) for key in info["mismatched_keys"])]
+        wrong = [name for name in keys if "residual" in name.split(".")]
         if wrong:
             raise ValueError(f"the weights do not fit the strategy in the config: {', '.join(sorted(wrong))}")
         return (model, info) if kwargs.get("output_loading_info") else model

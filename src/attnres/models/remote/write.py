@@ -1,6 +1,7 @@
 """Make a folder of a converted model readable without attnres, by code that it brings along."""
 
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from attnres.errors import UnsupportedModelError
@@ -29,6 +30,16 @@ def check_remote(strategy: Strategy) -> None:
 def remote_fields(family: Family) -> dict[str, Any]:
     """Fields that a ``config.json`` needs beside the code."""
     return {"auto_map": dict(_AUTO_MAP), "attnres_family": family.to_dict()}
+
+
+def names_remote_code(config: Any) -> bool:
+    """Whether a config asks for the code."""
+    return (getattr(config, "auto_map", None) or {}).get("AutoConfig") == _AUTO_MAP["AutoConfig"]
+
+
+def write_remote_code(folder: Any) -> None:
+    """Put the code into a folder."""
+    (Path(folder) / CODE_FILE).write_text(remote_code_text(), encoding="utf-8")
 
 
 def remote_code_text() -> str:
