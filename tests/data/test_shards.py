@@ -55,6 +55,9 @@ def test_text_is_encoded_a_batch_at_a_time(tmp_path: Path, monkeypatch: pytest.M
             lengths.append(sum(map(len, texts)))
             return tokenizer.encode_batch_fast(texts, **options)
 
+        def token_to_id(self, token):
+            return tokenizer.token_to_id(token)
+
     pieces = (Piece("x" * 20, False) for _ in range(52))
     write_shard(tmp_path / "x.bin", pieces, Recorder(), "uint16")
     assert lengths == [100] * 10 + [40]

@@ -1,6 +1,7 @@
 """The conversion study as a whole, on a model of two layers."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from attnres.analysis import load_comparison
+from attnres.errors import ConfigError
 from attnres.experiments.conversion import (
     DEPTH_LEARNING_RATE,
     DEPTH_WEIGHTS,
@@ -21,12 +23,15 @@ from attnres.experiments.conversion import (
     main,
     run_study,
     table,
+    write_depth_weights,
 )
 from attnres.optim import is_depth_parameter
 from attnres.train import load_run_config, read_checkpoint, read_metrics
+from documents import ROOT
 from experiments.pretrained_models import saved, tiny_llama
 from experiments.runs import dataset
 
+STUDY = ROOT / "results" / "conversion-smollm2-135m"
 PRENORM, DEPTH_ONLY, ALL = arms(2)
 
 
@@ -102,10 +107,8 @@ def test_a_finished_study_is_not_run_again(study):
 
 
 def test_the_recipe_is_paired_and_evaluates_in_float32(study):
-    data = study / "data"
-    recipe = comparison(
-        conversion(pretrained=str(study / "model"), dataset=str(data), vocab_size=257), sublayers_per_block=2
-    )
+    base = conversion(pretrained=str(study / "model"), dataset=str(study / "data"), vocab_size=257)
+    recipe = comparison(base, sublayers_per_block=2)
     runs = [config for _, config in recipe.runs()]
     assert recipe.seeds == (0, 1, 2)
     assert [config.train.seed for config in runs] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -113,6 +116,28 @@ def test_the_recipe_is_paired_and_evaluates_in_float32(study):
     assert {config.optim.lr for config in runs} == {LEARNING_RATE}
     assert all(config.optim.lr * config.optim.depth_lr_scale == pytest.approx(DEPTH_LEARNING_RATE) for config in runs)
     assert [config.optim.train_only for config in runs] == 3 * ["all", "depth", "all"]
+    more = comparison(base, sublayers_per_block=2, more=[f"{ALL}@depth_lr_scale=0.3"], seeds=1)
+    assert [config.optim.depth_lr_scale for _, config in more.runs()][-2:] == [base.optim.depth_lr_scale, 0.3]
+    with pytest.raises(ConfigError, match="arm is 'blok'"):
+        comparison(base, sublayers_per_block=2, more=["blok"])
+
+
+def test_the_log_has_the_committed_table_and_every_run_starts_from_one_loss():
+    assert table(STUDY).strip() in (ROOT / "results" / "LOG.md").read_text(encoding="utf-8")
+    starts = [_losses(run.parent)[0] for run in STUDY.glob("*/metrics.jsonl")]
+    assert len(starts) == 12
+    assert max(starts) - min(starts) < 1e-7
+
+
+def test_the_committed_depth_weights_are_those_of_the_committed_runs(tmp_path):
+    written = json.loads((STUDY / DEPTH_WEIGHTS).read_text(encoding="utf-8"))
+    shutil.copytree(STUDY, tmp_path / "study")
+    write_depth_weights(tmp_path / "study")
+    again = json.loads((tmp_path / "study" / DEPTH_WEIGHTS).read_text(encoding="utf-8"))
+    assert again.keys() == written.keys()
+    for arm, expected in written.items():
+        assert again[arm]["end"] == [pytest.approx(row) for row in expected["end"]]
+        assert again[arm]["distance_from_even"]["end"] == pytest.approx(expected["distance_from_even"]["end"])
 
 
 def test_a_missing_model_or_dataset_is_one_line_and_nothing_is_left(tmp_path, capsys):
