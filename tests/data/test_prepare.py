@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnres.data import END_OF_TEXT, Dataset, default_dataset, folders, open_dataset, prepare
+from attnres.data import END_OF_TEXT, Dataset, byte_tokenizer, default_dataset, folders, open_dataset, prepare
 from attnres.data.text import BUNDLED_SHA256
 from attnres.errors import ConfigError, DataError
 from data.texts import TRAIN_TEXT, VALID_TEXT
@@ -281,3 +281,26 @@ def test_bad_input_is_refused_in_one_line_and_writes_nothing(tmp_path: Path, tex
 
 def test_record_does_not_hold_paths_of_the_machine(dataset: Dataset):
     assert str(dataset.folder.parent) not in json.dumps(json.loads((dataset.folder / "dataset.json").read_text()))
+
+
+def test_a_given_tokenizer_writes_the_shards_with_its_own_ids_and_end_of_text(tmp_path: Path, texts):
+    tokenizer = byte_tokenizer()
+    description = json.loads(tokenizer.to_str())
+    vocab = description["model"]["vocab"]
+    del vocab[END_OF_TEXT]
+    shifted = {symbol: index - 1 for symbol, index in vocab.items()} | {f"unused {n}": 256 + n for n in range(70_000)}
+    description["model"]["vocab"] = shifted | {"</s>": len(shifted)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description), encoding="utf-8")
+    made = prepare(tmp_path / "out", train=[texts[0]], valid=[texts[1]], tokenizer_file=tmp_path / "tokenizer.json")
+    assert made.vocab_size == len(shifted) + 1
+    assert made.tokenizer_name == f"given-{made.vocab_size}"
+    ids = made.split("valid").tokens
+    assert ids.dtype.itemsize == 4  # more ids than 16 bits hold
+    assert ids.tolist() == [*texts[1].read_bytes(), len(shifted)]
+    assert made.tokenizer().decode(ids[:-1].tolist()) == texts[1].read_text(encoding="utf-8")
+
+
+def test_a_missing_tokenizer_is_refused_and_writes_nothing(tmp_path: Path, texts):
+    with pytest.raises(DataError, match=r"tokenizer file .*none is missing"):
+        prepare(tmp_path / "out", train=[texts[0]], valid=[texts[1]], tokenizer_file=tmp_path / "none")
+    assert not (tmp_path / "out").exists()

@@ -1,11 +1,15 @@
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from attnres.data import END_OF_TEXT, END_OF_TEXT_ID, byte_tokenizer, load_tokenizer, train_bpe
+from attnres.data.tokenizer import existing_tokenizer
+from attnres.errors import DataError
 from data.texts import TRAIN_TEXT
 
 TOKENIZERS = {"bpe": train_bpe([TRAIN_TEXT], 320), "bytes": byte_tokenizer()}
@@ -71,3 +75,56 @@ def test_saved_file_loads_in_tokenizers_and_transformers(kind, tmp_path: Path):
     assert fast.eos_token_id == END_OF_TEXT_ID
     assert len(fast) == TOKENIZERS[kind].get_vocab_size()
     assert fast.decode([*ids, END_OF_TEXT_ID], skip_special_tokens=True) == text
+
+
+def saved(tokenizer, path: Path) -> Path:
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_tokenizer_of_someone_else_reads_special_tokens_in_a_text_as_text(tmp_path: Path):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=9)
+    ours = existing_tokenizer(saved(tokenizer, tmp_path / "tokenizer.json"))
+    text = "no </s> at all"
+    assert ours.encode(text, add_special_tokens=False).ids == [byte + 1 for byte in text.encode()]
+    assert existing_tokenizer(tmp_path).get_vocab_size() == 258  # the folder will do
+
+
+def _normalised():
+    tokenizer = byte_tokenizer()
+    tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+def _with_a_space_in_front():
+    tokenizer = byte_tokenizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return tokenizer
+
+
+def _without_an_end():
+    return Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+
+
+def _with_a_gap():
+    vocab = {**byte_tokenizer().get_vocab(), "gap": 300}
+    return Tokenizer(models.BPE(vocab=vocab, merges=[]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_normalised, "does not give a text back"),
+        (_with_a_space_in_front, "does not give a text back"),
+        (_without_an_end, "has no end of text; allowed: one of <|endoftext|>"),
+        (_with_a_gap, "has 258 tokens with ids up to 300; allowed: no gaps"),
+    ],
+)
+def test_a_tokenizer_that_shards_cannot_be_written_with_is_refused(tmp_path: Path, make, message):
+    path = saved(make(), tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=re.escape(message)) as raised:
+        existing_tokenizer(path)
+    assert str(path) in str(raised.value)

@@ -7,13 +7,13 @@ from safetensors.torch import load_file
 
 from attnres.analysis import comparison_table, load_comparison, write_report
 from attnres.errors import CheckpointError, ConfigError
-from attnres.experiments.arms import arm_folder, parse_arm
+from attnres.experiments.arms import arm_folder, arm_label, arm_optim, parse_arm
 from attnres.experiments.compare import Comparison, compare
 from attnres.experiments.describe import describe
 from attnres.experiments.models import build_model
 from attnres.experiments.presets import PRESETS, preset, small
 from attnres.experiments.run import run
-from attnres.optim import build_optimizer
+from attnres.optim import OptimConfig, build_optimizer
 from attnres.residual import BlockAttnRes, FullAttnRes, PreNorm
 from attnres.residual.variants.cut_block import CutBlock
 from attnres.train import load_run_config, read_metrics
@@ -207,6 +207,44 @@ def test_a_wrong_arm_is_told_in_one_line(word, message):
         parse_arm(word)
 
 
+def test_an_arm_may_have_optimizer_settings_of_its_own():
+    base = OptimConfig(lr=2e-3)
+    word = "block:num_blocks=2@train_only=depth,lr=1e-3"
+    assert parse_arm(word) == BlockAttnRes(num_blocks=2)
+    assert arm_optim(word, base) == replace(base, train_only="depth", lr=1e-3)
+    assert arm_optim("block:num_blocks=2", base) == base
+    assert arm_label(word) == "Block AttnRes (N=2), train_only=depth, lr=1e-3"
+    assert arm_folder(word, 0) == "block-num-blocks-2-train-only-depth-lr-1e-3-seed0"
+    for wrong, message in (
+        ("full@rate=1", "arm 'full@rate=1': unknown key 'rate'"),
+        ("full@lr=1,lr=2", "each setting once"),
+        ("full@train_only=some", "train_only is 'some'"),
+        ("full@lr", "key=value"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            arm_optim(wrong, base)
+
+
+def test_arms_that_differ_in_what_is_trained_are_compared_and_gone_on_with(data, tmp_path):
+    both = Comparison(arms=("full", "full@train_only=depth"), seeds=(0,), base=small_run(data, steps=2))
+    compare(both, tmp_path / "c", progress=False, isolate=False)
+    listed = json.loads((tmp_path / "c" / "compare.json").read_text())
+    assert listed["labels"] == {"full": "Full AttnRes", "full@train_only=depth": "Full AttnRes, train_only=depth"}
+    saved = [load_run_config(tmp_path / "c" / listed["runs"][arm][0]).optim.train_only for arm in both.arms]
+    assert saved == ["all", "depth"]
+    assert (tmp_path / "c" / "full-train-only-depth-seed0" / "depth.json").is_file()
+    more = Comparison(arms=("prenorm",), seeds=(0,), base=small_run(data, steps=2))
+    compare(more, tmp_path / "c", resume=True, progress=False, isolate=False)
+    assert json.loads((tmp_path / "c" / "compare.json").read_text())["arms"] == [*both.arms, "prenorm"]
+
+
+def test_an_arm_without_anything_to_train_is_refused_before_anything_runs(data, tmp_path):
+    nothing = Comparison(arms=("full", "prenorm@train_only=depth"), seeds=(0,), base=small_run(data))
+    with pytest.raises(ConfigError, match="has no parameters of its own"):
+        compare(nothing, tmp_path / "c", progress=False)
+    assert not (tmp_path / "c").exists()
+
+
 def test_folders_of_different_arms_differ(data):
     assert arm_folder("block:num_blocks=4", 1) == "block-num-blocks-4-seed1"
     assert arm_folder("wav:bias=-4", 0) != arm_folder("wav:bias=4", 0)
@@ -238,6 +276,8 @@ def test_presets_build_in_every_family_and_their_costs_are_counted(name, family)
     optimizer.step()
     slots = sum(tensor.numel() for tensor in optimizer.state_dict().values() if tensor.dim() > 0)
     assert plan.state_bytes == 4 * (2 * plan.parameters + slots)
+    frozen = describe(replace(config, optim=replace(config.optim, train_only="depth")))
+    assert frozen.state_bytes == 4 * (plan.parameters + 3 * plan.extra_parameters)
 
 
 def test_the_small_preset_is_as_large_as_a_study_needs():

@@ -3,9 +3,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
-from attnres.errors import CheckpointError
-from attnres.optim import GroupedOptimizer, OptimConfig, build_optimizer
+from attnres.errors import CheckpointError, ConfigError
+from attnres.models import build
+from attnres.optim import GroupedOptimizer, OptimConfig, build_optimizer, is_depth_parameter
+from attnres.residual import STRATEGIES, BlockAttnRes, PreNorm
 
 
 def small_model() -> nn.Module:
@@ -74,3 +77,50 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change: dict, 
     with pytest.raises(CheckpointError, match=message):
         optimizer.load_state_dict(before | change)
     assert all(torch.equal(before[key], value) for key, value in optimizer.state_dict().items())
+
+
+def small_decoder(strategy) -> nn.Module:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return build(LlamaConfig(vocab_size=32, num_key_value_heads=1, **shape), strategy)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("short_name", ["full", "block", "denseformer", "learned-block"])
+def test_only_what_the_residual_strategy_learns_moves_when_asked(short_name: str, optimizer: str) -> None:
+    settings = {"sublayers_per_block": 2} if short_name == "block" else {}
+    model = small_decoder(STRATEGIES[short_name](**settings))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    built = build_optimizer(model, OptimConfig(optimizer=optimizer, lr=0.1, weight_decay=0.1, train_only="depth"))
+    for seed in range(2):
+        torch.manual_seed(seed)
+        built.zero_grad()
+        ids = torch.randint(32, (2, 9))
+        model(input_ids=ids, labels=ids).loss.backward()
+        built.step()
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved
+    assert all(is_depth_parameter(name) for name in moved)
+    assert {group["name"] for group in built.param_groups} == {"depth"}
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} >= moved
+    assert all(is_depth_parameter(name) for name, parameter in model.named_parameters() if parameter.grad is not None)
+
+
+def test_the_depth_rate_is_its_own_with_and_without_a_frozen_base() -> None:
+    for train_only in ("all", "depth"):
+        config = OptimConfig(lr=0.01, depth_lr_scale=5.0, train_only=train_only)
+        built = build_optimizer(small_decoder(BlockAttnRes(num_blocks=2)), config)
+        rates = {group["name"]: group["lr"] for group in built.param_groups}
+        assert rates["depth"] == pytest.approx(0.05)
+
+
+def test_a_strategy_that_learns_nothing_has_no_depth_to_train_and_nothing_is_frozen() -> None:
+    model = small_decoder(PreNorm())
+    with pytest.raises(ConfigError, match=r"optim.train_only is 'depth', but this residual strategy has no parameters"):
+        build_optimizer(model, OptimConfig(train_only="depth"))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_an_unknown_choice_of_what_is_trained_is_refused() -> None:
+    with pytest.raises(ConfigError, match="train_only is 'head'; allowed"):
+        OptimConfig(train_only="head")

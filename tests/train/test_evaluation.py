@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from attnres.train import Evaluator
-from attnres.train.forward import build_loss
+from attnres.train.forward import build_eval_loss, build_loss
 from train.tiny_run import CONTEXT, tiny_config, tiny_data, tiny_model
 
 
@@ -50,3 +50,13 @@ def test_an_evaluation_draws_no_dropout_and_gives_the_same_number_twice() -> Non
 
 def test_asking_for_more_windows_than_there_are_takes_them_all() -> None:
     assert len(evaluator(sequences=1000).starts) == 119 // CONTEXT
+
+
+def test_an_evaluation_may_have_a_precision_of_its_own() -> None:
+    model = tiny_model().eval()
+    batch = next(evaluator().batches())
+    trained_in_bf16 = tiny_config(precision="bf16", eval_precision="fp32").train
+    exact, rounded = build_loss(model, tiny_config().train)(*batch), build_loss(model, trained_in_bf16)(*batch)
+    assert build_eval_loss(model, trained_in_bf16)(*batch) == exact
+    assert rounded != exact
+    assert build_eval_loss(model, tiny_config(precision="bf16").train)(*batch) == rounded

@@ -97,7 +97,9 @@ def test_a_wrong_entry_is_refused_by_its_dotted_key(data: dict[str, Any], messag
         (lambda: TrainConfig(grad_clip=0.0), "grad_clip is 0.0"),
         (lambda: TrainConfig(precision="fp16"), "precision is 'fp16'; allowed: auto, fp32, bf16"),
         (lambda: TrainConfig(device="tpu"), "device is 'tpu'"),
+        (lambda: TrainConfig(eval_precision="fp16"), "eval_precision is 'fp16'; allowed: auto, fp32, bf16"),
         (lambda: TrainConfig(threads=0), "threads is 0"),
+        (lambda: ModelConfig(pretrained=""), "pretrained is ''; allowed: a folder"),
         (lambda: TrainConfig(trackers=("mlflow",)), "trackers"),
         (lambda: RunConfig(residual="block"), "residual is 'block'; allowed: FullAttnRes, BlockAttnRes"),
     ],
@@ -110,3 +112,25 @@ def test_a_setting_outside_its_range_is_refused_by_name(build: Any, message: str
 def test_a_warm_up_and_decay_longer_than_the_run_name_both_fields() -> None:
     with pytest.raises(ConfigError, match=r"optim.warmup_steps=90 and optim.decay_fraction=0.2 .* train.steps=100"):
         RunConfig(residual=PreNorm(), optim=OptimConfig(warmup_steps=90), train=TrainConfig(steps=100))
+
+
+def test_two_starts_of_a_run_contradict_each_other_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"pretrained='here' and hf_config='config.json' contradict each other"):
+        ModelConfig(pretrained="here", hf_config="config.json")
+    with pytest.raises(ConfigError, match=r"model.pretrained='here' and train.init_from='there' contradict each other"):
+        RunConfig(residual=PreNorm(), model=ModelConfig(pretrained="here"), train=TrainConfig(init_from="there"))
+    with pytest.raises(ConfigError, match="pretrained_sha256 is 'abc' without pretrained"):
+        ModelConfig(pretrained_sha256="abc")
+
+
+def test_the_record_of_a_pretrained_run_survives_json() -> None:
+    model = ModelConfig(pretrained="here", hf_config='{"model_type": "llama"}', pretrained_sha256="abc")
+    config = RunConfig(residual=FullAttnRes(read_scale="sum"), model=model, train=TrainConfig(eval_precision="fp32"))
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_frozen_base_refuses_the_checkpointing_that_would_drop_its_gradients() -> None:
+    optim = OptimConfig(train_only="depth")
+    RunConfig(residual=FullAttnRes(), optim=optim, train=TrainConfig(activation_checkpointing="non_reentrant"))
+    with pytest.raises(ConfigError, match=r"activation_checkpointing is 'reentrant' with optim.train_only='depth'"):
+        RunConfig(residual=FullAttnRes(), optim=optim, train=TrainConfig(activation_checkpointing="reentrant"))

@@ -4,6 +4,8 @@ One forward and backward pass over a few sequences, in the parameters' own preci
 listeners. The numbers go to ``depth.json`` of a run folder, from which every figure is drawn.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,10 +69,16 @@ def probe(model: nn.Module, input_ids: Tensor, targets: Tensor) -> DepthProbe:
     """
     residual = residual_of(model)
     magnitudes, mixing = _Magnitudes(), MixingListener(residual)
-    with evaluating(model), torch.enable_grad(), residual.listen(magnitudes), residual.listen(mixing):
+    with (
+        evaluating(model),
+        torch.enable_grad(),
+        _watched_from_the_start(model),
+        residual.listen(magnitudes),
+        residual.listen(mixing),
+    ):
         logits = model(input_ids=input_ids, use_cache=False).logits
         loss = nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
-    gradients = torch.autograd.grad(loss, magnitudes.outputs)
+        gradients = torch.autograd.grad(loss, magnitudes.outputs)
     depth = residual.num_sublayers
     return DepthProbe(
         num_sublayers=depth,
@@ -82,6 +90,18 @@ def probe(model: nn.Module, input_ids: Tensor, targets: Tensor) -> DepthProbe:
         mixing_matrix=mixing.matrix().double().mean(-1).flatten(0, -3).mean(0).tolist(),
         block_ends=list(residual.strategy.block_ends(depth)),
     )
+
+
+@contextmanager
+def _watched_from_the_start(model: Any) -> Iterator[None]:
+    """Let every sublayer output have a gradient, also in a model whose weights are frozen."""
+    weight = model.get_input_embeddings().weight
+    before = weight.requires_grad
+    weight.requires_grad_(True)
+    try:
+        yield
+    finally:
+        weight.requires_grad_(before)
 
 
 def _rms(value: Tensor) -> float:

@@ -35,6 +35,7 @@ def prepare_command(
     column: str = "text",
     vocab_size: int = 4096,
     tokenizer: Literal["bpe", "bytes"] = "bpe",
+    tokenizer_file: Path | None = None,
     valid_fraction: float = 0.02,
     overwrite: bool = False,
 ) -> None:
@@ -54,10 +55,16 @@ def prepare_command(
         column: Column with the text.
         vocab_size: Token ids of the BPE tokenizer.
         tokenizer: A byte-level BPE trained on the text, or plain bytes.
+        tokenizer_file: A tokenizer.json, or a folder with one, to use instead: that of a trained model.
         valid_fraction: Share of the text that is held out where no other is given.
         overwrite: Replace a dataset that is there.
     """
-    options = {"vocab_size": vocab_size, "tokenizer": tokenizer, "valid_fraction": valid_fraction}
+    options = {
+        "vocab_size": vocab_size,
+        "tokenizer": tokenizer,
+        "tokenizer_file": tokenizer_file,
+        "valid_fraction": valid_fraction,
+    }
     if hub is None:
         dataset = prepare(out, train=train, valid=valid, overwrite=overwrite, **options)
     elif train or valid:

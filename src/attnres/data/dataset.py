@@ -37,7 +37,7 @@ class DatasetRecord:
     """Contents of ``dataset.json``."""
 
     tokenizer: str
-    """``"bpe-4096"`` (kind and vocabulary) or ``"bytes"``."""
+    """``"bpe-4096"`` (kind and vocabulary), ``"bytes"``, or ``"given-49152"`` for one that was not made here."""
     tokenizer_sha256: str
     """Checksum of ``tokenizer.json``: shards mean nothing with another tokenizer, even one of the same size."""
     vocab_size: int
@@ -62,7 +62,7 @@ class Dataset:
     folder: Path
     """The folder."""
     tokenizer_name: str
-    """``"bpe-4096"`` or ``"bytes"``."""
+    """``"bpe-4096"``, ``"bytes"`` or ``"given-49152"``."""
     vocab_size: int
     """Token ids are below this."""
     source: str

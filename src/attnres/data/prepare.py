@@ -29,7 +29,7 @@ from attnres.data.hub import HubText
 from attnres.data.progress import stage
 from attnres.data.shards import ShardRecord, dtype_for, file_sha256, write_shard
 from attnres.data.text import BUNDLED_SHA256, BundledText, Piece, TextFiles, TextSource
-from attnres.data.tokenizer import byte_tokenizer, check_vocab_size, train_bpe
+from attnres.data.tokenizer import byte_tokenizer, check_vocab_size, existing_tokenizer, train_bpe
 from attnres.errors import ConfigError, DataError
 
 TokenizerKind = Literal["bpe", "bytes"]
@@ -43,15 +43,32 @@ class TokenizerChoice:
     """``"bpe"`` is trained on the train split; ``"bytes"`` has 257 tokens and needs no training."""
     vocab_size: int = 4096
     """Entries of the BPE vocabulary; not used for bytes."""
+    file: Path | None = None
+    """A tokenizer that is there already, a ``tokenizer.json`` or a folder with one; then the rest has no effect."""
 
     def __post_init__(self) -> None:
+        if self.file is not None:
+            return
         if self.kind not in ("bpe", "bytes"):
             raise ConfigError(f"tokenizer is {self.kind!r}; allowed: 'bpe', 'bytes'")
         if self.kind == "bpe":
             check_vocab_size(self.vocab_size)
 
+    @property
+    def needs_training(self) -> bool:
+        """Whether it is made from the text."""
+        return self.file is None and self.kind == "bpe"
+
+    def name(self, vocab_size: int) -> str:
+        """What the record calls the tokenizer."""
+        if self.file is not None:
+            return f"given-{vocab_size}"
+        return "bytes" if self.kind == "bytes" else f"bpe-{vocab_size}"
+
     def build(self, texts: Iterable[str]) -> Tokenizer:
-        """Train it on the texts, or make it without them."""
+        """Train it on the texts, or make it without them, or load it."""
+        if self.file is not None:
+            return existing_tokenizer(self.file)
         return train_bpe(texts, self.vocab_size) if self.kind == "bpe" else byte_tokenizer()
 
 
@@ -62,6 +79,7 @@ def prepare(
     valid: Sequence[Path] | None = None,
     vocab_size: int = 4096,
     tokenizer: TokenizerKind = "bpe",
+    tokenizer_file: Path | None = None,
     valid_fraction: float = 0.02,
     overwrite: bool = False,
 ) -> Dataset:
@@ -76,6 +94,7 @@ def prepare(
             files of your own the end of the train text.
         vocab_size: Entries of the BPE vocabulary; not used with ``tokenizer="bytes"``.
         tokenizer: ``"bpe"``, trained on the train split alone, or ``"bytes"``.
+        tokenizer_file: A ``tokenizer.json`` (or a folder with one) to use instead, such as that of a trained model.
         valid_fraction: Part of the text that is held out where ``valid`` is ``None`` and ``train`` is not.
         overwrite: Replace a dataset folder that is already at ``out``; nothing else is ever replaced.
 
@@ -83,7 +102,7 @@ def prepare(
         ConfigError: A setting is out of range, or a file is both train and valid text.
         DataError: A text is missing, empty or binary, or ``out`` exists.
     """
-    choice = TokenizerChoice(kind=tokenizer, vocab_size=vocab_size)
+    choice = TokenizerChoice(kind=tokenizer, vocab_size=vocab_size, file=tokenizer_file)
     train_source = BundledText("train") if train is None else TextFiles(train)
     valid_source = TextFiles(valid) if valid is not None else BundledText("valid") if train is None else None
     if isinstance(train_source, TextFiles) and isinstance(valid_source, TextFiles):
@@ -100,6 +119,7 @@ def prepare_hub(
     *,
     vocab_size: int = 4096,
     tokenizer: TokenizerKind = "bpe",
+    tokenizer_file: Path | None = None,
     valid_fraction: float = 0.02,
     overwrite: bool = False,
 ) -> Dataset:
@@ -111,6 +131,7 @@ def prepare_hub(
         valid: The same for validation; ``None`` holds out the end of the train text.
         vocab_size: As for ``prepare``, like the rest.
         tokenizer: See ``prepare``.
+        tokenizer_file: See ``prepare``.
         valid_fraction: See ``prepare``.
         overwrite: See ``prepare``.
 
@@ -118,7 +139,7 @@ def prepare_hub(
         ConfigError: A setting is out of range, or train and valid are the same rows.
         DataError: The extra is not installed, the dataset, split or column does not exist, or ``out`` exists.
     """
-    choice = TokenizerChoice(kind=tokenizer, vocab_size=vocab_size)
+    choice = TokenizerChoice(kind=tokenizer, vocab_size=vocab_size, file=tokenizer_file)
     if valid == train:
         raise ConfigError(f"train and valid are both {train.description}; they must differ")
     return prepare_source(out, train, valid, choice=choice, valid_fraction=valid_fraction, overwrite=overwrite)
@@ -173,8 +194,11 @@ def prepare_source(
 
 
 def _write(folder: Path, train: TextRange, valid: TextRange, choice: TokenizerChoice, *, replace: bool) -> None:
-    with stage("Learning the tokenizer", train.characters) as advance:
-        tokenizer = choice.build(piece.text for piece in _counted(train, advance))
+    if choice.needs_training:
+        with stage("Learning the tokenizer", train.characters) as advance:
+            tokenizer = choice.build(piece.text for piece in _counted(train, advance))
+    else:
+        tokenizer = choice.build(())
     try:
         with publish_folder(folder, replace=replace) as partial:
             _fill(partial, train, valid, choice, tokenizer)
@@ -193,7 +217,7 @@ def _fill(folder: Path, train: TextRange, valid: TextRange, choice: TokenizerCho
         with stage(f"Encoding {name}", text.characters) as advance:
             splits[name] = write_shard(folder / f"{name}.bin", _counted(text, advance), tokenizer, dtype)
     record = DatasetRecord(
-        tokenizer="bytes" if choice.kind == "bytes" else f"bpe-{vocab_size}",
+        tokenizer=choice.name(vocab_size),
         tokenizer_sha256=file_sha256(folder / TOKENIZER_FILE),
         vocab_size=vocab_size,
         dtype=dtype,

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from attnres.data.sampler import check_context
 from attnres.data.text import Piece
-from attnres.data.tokenizer import END_OF_TEXT_ID
+from attnres.data.tokenizer import end_of_text_id
 from attnres.errors import DataError
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -152,7 +152,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 def _encode(batch: Sequence[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> np.ndarray:
     encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-    end = np.array([END_OF_TEXT_ID], dtype)
+    end = np.array([end_of_text_id(tokenizer)], dtype)
     parts: list[np.ndarray] = []
     for piece, encoding in zip(batch, encodings, strict=True):
         parts.append(np.array(encoding.ids, dtype))

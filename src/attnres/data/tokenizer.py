@@ -1,8 +1,8 @@
-"""Tokenizers: byte-level BPE trained on the corpus, or plain bytes.
+"""Tokenizers: byte-level BPE trained on the corpus, plain bytes, or one that is there already.
 
-Both are files of the ``tokenizers`` library (Transformers' ``PreTrainedTokenizerFast`` loads them too), need no
-download, and are lossless: ``decode(encode(text)) == text`` for every text. The end-of-text token is an entry of the
-vocabulary that no text can produce: a text that happens to spell it is encoded as ordinary characters.
+All are files of the ``tokenizers`` library, which Transformers' ``PreTrainedTokenizerFast`` loads too. Those made here
+need no download and are lossless: ``decode(encode(text)) == text`` for every text. The end-of-text token is an entry of
+the vocabulary that no text can produce: a text that happens to spell it is encoded as ordinary characters.
 """
 
 import json
@@ -22,6 +22,9 @@ END_OF_TEXT_ID = 0
 
 BYTE_VOCAB_SIZE = 257
 """256 bytes and the end of text."""
+
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+"""What the end of text is called in tokenizers of others; the first that is there is taken."""
 
 MAX_VOCAB_SIZE = 2**32
 """Token ids are stored in at most 32 bits."""
@@ -62,6 +65,44 @@ def byte_tokenizer() -> Tokenizer:
     return _byte_level(models.BPE(vocab=vocab, merges=[]))
 
 
+def existing_tokenizer(path: Path) -> Tokenizer:
+    """Load a tokenizer of someone else's and make sure that shards can be written with it.
+
+    It must be lossless, give the same tokens when a text is cut between two lines, and have an end of text. It then
+    encodes a text that happens to spell a special token as ordinary characters, and neither cuts nor pads.
+
+    Args:
+        path: A ``tokenizer.json``, or a folder with one.
+
+    Raises:
+        DataError: There is no such file, it is not a tokenizer, or it lacks one of these properties.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    tokenizer = load_tokenizer(file)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    end_of_text_id(tokenizer, file)
+    ids = tokenizer.get_vocab().values()
+    if max(ids) >= len(ids):
+        raise DataError(f"tokenizer file {file} has {len(ids)} tokens with ids up to {max(ids)}; allowed: no gaps")
+    _check_lossless(tokenizer, file)
+    return tokenizer
+
+
+def end_of_text_id(tokenizer: Tokenizer, file: Path | None = None) -> int:
+    """Id of the end of text.
+
+    Raises:
+        DataError: The tokenizer has none of the names that are known for it.
+    """
+    ids = [tokenizer.token_to_id(name) for name in ENDS_OF_TEXT]
+    known = [index for index in ids if index is not None]
+    if not known:
+        raise DataError(f"tokenizer file {file} has no end of text; allowed: one of {', '.join(ENDS_OF_TEXT)}")
+    return known[0]
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load a ``tokenizer.json``.
 
@@ -82,6 +123,21 @@ def check_vocab_size(vocab_size: int) -> None:
         raise ConfigError(
             f"vocab_size is {vocab_size}; allowed: {BYTE_VOCAB_SIZE + 1} (256 bytes, end of text, one merge) "
             f"to {MAX_VOCAB_SIZE} (32-bit ids)"
+        )
+
+
+def _check_lossless(tokenizer: Tokenizer, file: Path) -> None:
+    lines = ("One line, of 1,234 words.\n", "  Another:\tÉté, 字\n\n", "and the <last>.")
+    first, *_, last = lines
+
+    def encoded(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    whole = "".join(lines)
+    if tokenizer.decode(encoded(whole)) != whole or encoded(first) + encoded(last) != encoded(first + last):
+        raise DataError(
+            f"tokenizer file {file} does not give a text back, or gives other tokens when it is cut between lines; "
+            "allowed: byte-level tokenizers"
         )
 
 

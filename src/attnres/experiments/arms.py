@@ -1,11 +1,16 @@
-"""Arms of a comparison as words: ``block``, ``block:num_blocks=4``, or ``cut-block:boundaries=2+5+9``."""
+"""Arms of a comparison as words: ``block``, ``block:num_blocks=4``, or ``cut-block:boundaries=2+5+9``.
+
+An arm may also differ in its optimizer settings, behind an at sign: ``block:num_blocks=4@train_only=depth``.
+"""
 
 import re
 from typing import Any, get_origin, get_type_hints
 
 from attnres.errors import ConfigError
+from attnres.optim import OptimConfig
 from attnres.residual import STRATEGIES, BlockAttnRes, Strategy
 from attnres.train import RunConfig
+from attnres.train.serialize import from_dict, to_dict
 
 DEFAULTS: dict[str, dict[str, Any]] = {BlockAttnRes.short_name: {"sublayers_per_block": 4}}
 """Settings of a strategy that has to have some; four sublayers a block is the paper's best of its ablation."""
@@ -27,17 +32,42 @@ def parse_arm(word: str) -> Strategy:
         >>> parse_arm("cut-block:boundaries=2+5+9").label
         'Block AttnRes (cuts 2+5+9)'
     """
-    name, _, settings = word.partition(":")
+    name, _, settings = word.partition("@")[0].partition(":")
     if name not in STRATEGIES:
         raise ConfigError(f"arm is {word!r}; allowed: {', '.join(STRATEGIES)}, each with settings as in NAME:key=value")
-    pairs = [_setting(word, part) for part in settings.split(",") if part]
-    given = dict(pairs)
-    if len(given) < len(pairs):
-        raise ConfigError(f"arm is {word!r}; allowed is each setting once")
+    given = _settings(word, settings)
     try:
         return strategy_of(name, given)
     except ConfigError as error:
         raise ConfigError(f"arm {word!r}: {error}") from error
+
+
+def arm_optim(word: str, base: OptimConfig) -> OptimConfig:
+    """The optimizer settings of an arm: those of the comparison, but for what the word says behind its at sign.
+
+    Raises:
+        ConfigError: A key is unknown, or a value is not allowed.
+
+    Examples:
+        >>> arm_optim("full@train_only=depth,lr=1e-3", OptimConfig()).lr
+        0.001
+    """
+    given = _settings(word, word.partition("@")[2])
+    try:
+        return from_dict(OptimConfig, {**to_dict(base, unions={}), **given}, unions={})
+    except ConfigError as error:
+        raise ConfigError(f"arm {word!r}: {error}") from error
+
+
+def arm_label(word: str) -> str:
+    """Name of an arm for readers.
+
+    Examples:
+        >>> arm_label("full@train_only=depth")
+        'Full AttnRes, train_only=depth'
+    """
+    _, at, settings = word.partition("@")
+    return parse_arm(word).label + (f", {settings.replace(',', ', ')}" if at else "")
 
 
 def strategy_of(name: str, settings: dict[str, Any]) -> Strategy:
@@ -64,6 +94,14 @@ def arm_folder(word: str, seed: int) -> str:
     """
     told_apart = word.replace("=-", "=minus-")
     return f"{re.sub('[^A-Za-z0-9.]+', '-', told_apart).strip('-')}-seed{seed}"
+
+
+def _settings(word: str, text: str) -> dict[str, Any]:
+    pairs = [_setting(word, part) for part in text.split(",") if part]
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        raise ConfigError(f"arm is {word!r}; allowed is each setting once")
+    return given
 
 
 def _setting(word: str, part: str) -> tuple[str, Any]:

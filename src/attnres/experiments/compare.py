@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from attnres.errors import ConfigError
-from attnres.experiments.arms import arm_folder, parse_arm
+from attnres.experiments.arms import arm_folder, arm_label, arm_optim, parse_arm
 from attnres.experiments.models import build_model, hf_config, open_data, self_contained
 from attnres.experiments.run import Progress, run
+from attnres.optim import freeze_base
 from attnres.residual import PreNorm, reads
 from attnres.train import RunConfig, load_run_config, resolve
 from attnres.train.batch import check_data
@@ -40,11 +41,12 @@ class Comparison:
     """
 
     arms: tuple[str, ...]
-    """Strategies as words (see `attnres.experiments.arms`); the baseline is PreNorm, or the first if it is absent."""
+    """Strategies as words (see `attnres.experiments.arms`), with optimizer settings of their own where they have any;
+    the baseline is PreNorm, or the first if it is absent."""
     seeds: tuple[int, ...]
     """Seeds of weights and data order; each arm runs with each."""
     base: RunConfig
-    """Everything but strategy and seed."""
+    """Everything but strategy, seed, and the optimizer settings that an arm has of its own."""
 
     def __post_init__(self) -> None:
         for name, values in (("arms", self.arms), ("seeds", self.seeds)):
@@ -58,6 +60,7 @@ class Comparison:
             strategy = parse_arm(arm)
             try:
                 reads(depth, strategy)
+                replace(self.base, residual=strategy, optim=arm_optim(arm, self.base.optim))
             except ConfigError as error:
                 raise ConfigError(f"arm {arm!r}: {error}") from error
 
@@ -71,7 +74,8 @@ class Comparison:
         for seed in self.seeds:
             for arm in self.arms:
                 train = replace(self.base.train, seed=seed)
-                run = replace(self.base, residual=parse_arm(arm), train=train)
+                optim = arm_optim(arm, self.base.optim)
+                run = replace(self.base, residual=parse_arm(arm), optim=optim, train=train)
                 yield arm_folder(arm, seed), self_contained(run)
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,7 +86,7 @@ class Comparison:
             "baseline": self.baseline,
             "seeds": list(self.seeds),
             "runs": {arm: [arm_folder(arm, seed) for seed in self.seeds] for arm in self.arms},
-            "labels": {arm: parse_arm(arm).label for arm in self.arms},
+            "labels": {arm: arm_label(arm) for arm in self.arms},
         }
 
 
@@ -143,16 +147,21 @@ def _check(comparison: Comparison, out: Path) -> None:
     """Raise for whatever would stop a run, before anything is written or trained."""
     data = open_data(comparison.base.data)
     with torch.device("meta"):
-        check_data(build_model(comparison.base), data, comparison.base)
-    old = [out / name for names in _read(out)["runs"].values() for name in names] if out.exists() else []
+        check_data(build_model(comparison.base, weights=False), data, comparison.base)
+        for _, config in comparison.runs():
+            if config.optim.train_only == "depth" and config.train.seed == comparison.seeds[0]:
+                freeze_base(build_model(config, weights=False))
+    old = [(arm, out / name) for arm, names in _read(out)["runs"].items() for name in names] if out.exists() else []
     settled = [(out / name, resolve(config)) for name, config in comparison.runs()]
-    for folder in filter(Path.exists, old):
+    for arm, folder in old:
+        if not folder.exists():
+            continue
         saved = load_run_config(folder)
         asked = next((config for path, config in settled if path == folder), None)
         if asked is None:  # a run of another arm or seed: everything else has to be the same
-            asked = replace(
-                settled[0][1], residual=saved.residual, train=replace(settled[0][1].train, seed=saved.train.seed)
-            )
+            optim = arm_optim(arm, comparison.base.optim)
+            train = replace(settled[0][1].train, seed=saved.train.seed)
+            asked = replace(settled[0][1], residual=saved.residual, optim=optim, train=train)
         check_same_run(folder, asked)
 
 

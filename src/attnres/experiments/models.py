@@ -8,33 +8,53 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, KimiLinearConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, KimiLinearConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from attnres.data import END_OF_TEXT_ID, Dataset, default_dataset, open_dataset
 from attnres.errors import AttnResError, ConfigError
-from attnres.models import build
+from attnres.experiments.pretrained import load_pretrained, weights_sha256
+from attnres.models import build, convert
 from attnres.train import DataConfig, ModelConfig, RunConfig
 
 
-def build_model(config: RunConfig) -> Any:
+def build_model(config: RunConfig, *, weights: bool = True) -> Any:
     """A new model of a run; the seed decides the base weights, which are the same under every strategy.
 
+    With ``model.pretrained`` the weights are those of the folder, and the model is converted.
+
+    Args:
+        config: The run.
+        weights: Whether to read pretrained weights. Without them the folder need not be there, as for a run that has
+            recorded its config and goes on from a checkpoint.
+
     Raises:
-        ConfigError: The Hugging Face config cannot be read, or the strategy does not fit the depth.
+        ConfigError: The Hugging Face config cannot be read, the strategy does not fit the depth, or the pretrained
+            weights are not the recorded ones.
+        CheckpointError: The pretrained weights are missing, damaged or of another model.
         UnsupportedModelError: The family is not supported.
     """
     torch.manual_seed(config.train.seed)
     shape = hf_config(config.model, config.data)
     with _told_in_one_line():
-        return build(shape, config.residual, dtype=torch.float32)
+        if config.model.pretrained is None:
+            return build(shape, config.residual, dtype=torch.float32)
+        if weights:
+            plain = load_pretrained(Path(config.model.pretrained), config.model.pretrained_sha256)
+        else:
+            plain = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+        torch.manual_seed(config.train.seed)
+        return convert(plain, config.residual)
 
 
 def hf_config(model: ModelConfig, data: DataConfig) -> PreTrainedConfig:
     """The Hugging Face config that a model config stands for.
 
     Raises:
-        ConfigError: ``hf_config`` names a file that is missing or is not a config.
+        ConfigError: ``hf_config`` or ``pretrained`` names a file that is missing or is not a config.
     """
+    if model.pretrained is not None:
+        source = model.hf_config or str(Path(model.pretrained) / "config.json")
+        return _given_config(source, data, name="model.pretrained")
     if model.hf_config is not None:
         return _given_config(model.hf_config, data)
     shape = {
@@ -96,38 +116,58 @@ def _kimi_linear(**shape: Any) -> KimiLinearConfig:
 def self_contained(config: RunConfig) -> RunConfig:
     """The same run with the content of a Hugging Face config in place of its path, so that its folder holds all of it.
 
+    Pretrained weights are too large for that; the folder gets their checksum, and the read scale of conversion.
+
     Raises:
-        ConfigError: The file is missing or is not a config.
+        ConfigError: The file is missing or is not a config, or the pretrained weights are not the recorded ones.
+        CheckpointError: The pretrained weights are missing.
     """
-    if config.model.hf_config is None:
+    model = config.model
+    if model.pretrained is not None:
+        return replace(config, model=_recorded(model), residual=config.residual.with_read_scale("sum"))
+    if model.hf_config is None:
         return config
-    content = json.dumps(_read_hf_config(config.model.hf_config), sort_keys=True)
-    return replace(config, model=replace(config.model, hf_config=content))
+    return replace(config, model=replace(model, hf_config=_content(model.hf_config)))
 
 
-def _given_config(source: str, data: DataConfig) -> PreTrainedConfig:
-    settings = dict(_read_hf_config(source))
+def _recorded(model: ModelConfig) -> ModelConfig:
+    """With config and checksum of the pretrained folder; a folder that is gone by now leaves the record as it is."""
+    folder = Path(model.pretrained or "")
+    if model.pretrained_sha256 is not None and model.hf_config is not None and not folder.exists():
+        return model
+    content = _content(str(folder / "config.json"), name="model.pretrained")
+    return replace(model, hf_config=content, pretrained_sha256=weights_sha256(folder, model.pretrained_sha256))
+
+
+def _content(source: str, *, name: str = "model.hf_config") -> str:
+    return json.dumps(_read_hf_config(source, name=name), sort_keys=True)
+
+
+def _given_config(source: str, data: DataConfig, *, name: str = "model.hf_config") -> PreTrainedConfig:
+    settings = dict(_read_hf_config(source, name=name))
     kind = settings.pop("model_type")
     with _told_in_one_line():
         config = AutoConfig.for_model(kind, **settings)
     seen = getattr(config, "vocab_size", None)
     if seen != data.vocab_size:
-        raise ConfigError(f"model.hf_config has vocab_size {seen}; allowed: {data.vocab_size}, the data's")
+        raise ConfigError(f"{name} has vocab_size {seen}; allowed: {data.vocab_size}, the data's (data.vocab_size)")
     return config
 
 
-def _read_hf_config(source: str) -> dict[str, Any]:
+def _read_hf_config(source: str, *, name: str = "model.hf_config") -> dict[str, Any]:
     """The settings in a ``config.json``, or in its content."""
     inline = source.lstrip().startswith("{")
-    name = "its content" if inline else source
+    place = "its content" if inline else source
     try:
         settings = json.loads(source if inline else Path(source).read_text(encoding="utf-8"))
         if not isinstance(settings["model_type"], str):
             raise TypeError(f"model_type is {settings['model_type']!r}")
     except OSError as error:
-        raise ConfigError(f"model.hf_config is {name}; it cannot be read ({error.strerror})") from error
+        raise ConfigError(f"{name} is {place}; it cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.hf_config is {name}; allowed: a config.json with a model_type ({error!r})") from error
+        raise ConfigError(f"{name} is {place}; allowed: a config.json with a model_type ({error!r})") from error
+    if name == "model.pretrained" and "attnres" in settings:
+        raise ConfigError(f"{name} is {place}, a model that is converted already; allowed: a plain one")
     return settings
 
 

@@ -1,4 +1,4 @@
-"""One run from its config alone: data, model, training, and what is measured along depth at the end."""
+"""One run from its config alone: data, model, training, and what is measured along depth."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -7,11 +7,13 @@ import torch
 
 from attnres.analysis.probe import probe
 from attnres.experiments.models import build_model, open_data, self_contained
-from attnres.train import Callback, Resume, RunConfig, RunContext, Trainer
+from attnres.train import Callback, Checkpoints, Resume, RunConfig, RunContext, Trainer
+from attnres.train.checkpoint import CHECKPOINTS
 from attnres.train.files import replace_text, to_json
 from attnres.train.progress import PlainDisplay
 
 DEPTH = "depth.json"
+DEPTH_AT_START = "depth_start.json"
 Progress = bool | Literal["plain"]
 """Whether to show progress; ``"plain"`` prints lines even on a terminal, for several runs at once."""
 PROBE_SEQUENCES = 16
@@ -19,14 +21,25 @@ PROBE_SEQUENCES = 16
 
 
 class DepthProbe(Callback):
-    """Measures magnitudes and the mixing matrix of the trained model, into ``depth.json``."""
+    """Measures magnitudes and the mixing matrix of the trained model, into ``depth.json``.
+
+    A run that starts from a pretrained model is measured before its first step as well, into ``depth_start.json``.
+    """
+
+    def on_start(self, context: RunContext) -> None:
+        """Probe a pretrained model as it comes."""
+        if context.step == 0 and context.config.model.pretrained is not None:
+            self._measure(context, DEPTH_AT_START)
 
     def on_end(self, context: RunContext, result: dict[str, Any]) -> None:
         """Probe the first validation windows."""
         del result
+        self._measure(context, DEPTH)
+
+    def _measure(self, context: RunContext, name: str) -> None:
         inputs, targets = (torch.cat(parts) for parts in zip(*context.evaluator.batches(), strict=True))
         measured = probe(context.model, inputs[:PROBE_SEQUENCES], targets[:PROBE_SEQUENCES])
-        replace_text(context.folder / DEPTH, to_json(measured.to_dict()))
+        replace_text(context.folder / name, to_json(measured.to_dict()))
 
 
 def run(config: RunConfig, folder: Path, *, resume: Resume = False, progress: Progress = True) -> dict[str, Any]:
@@ -46,7 +59,7 @@ def run(config: RunConfig, folder: Path, *, resume: Resume = False, progress: Pr
     """
     config = self_contained(config)
     display = PlainDisplay(folder.name, config.train.steps) if progress == "plain" else progress
-    trainer = Trainer(
-        build_model(config), open_data(config.data), config, folder, callbacks=[DepthProbe()], progress=display
-    )
+    saved = resume and any(Checkpoints(folder / CHECKPOINTS).paths())
+    model = build_model(config, weights=not saved)
+    trainer = Trainer(model, open_data(config.data), config, folder, callbacks=[DepthProbe()], progress=display)
     return trainer.fit(resume=resume)

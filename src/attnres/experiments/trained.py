@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from attnres.data import load_tokenizer
 from attnres.experiments.models import build_model, open_data
 from attnres.train import Evaluation, Evaluator, RunConfig, load_run_config, load_weights, resolve_device
-from attnres.train.forward import build_loss
+from attnres.train.forward import build_eval_loss
 from attnres.train.runtime import runtime
 
 
@@ -32,7 +32,7 @@ def load_trained(folder: Path) -> Trained:
         DataError: The tokenizer is missing.
     """
     config = load_run_config(folder)
-    model = build_model(config)
+    model = build_model(config, weights=False)
     checkpoint = load_weights(model, folder)
     model.to(resolve_device(config.train.device)).eval()
     return Trained(
@@ -41,7 +41,7 @@ def load_trained(folder: Path) -> Trained:
 
 
 def evaluate(trained: Trained, *, split: str = "valid", sequences: int | None = None) -> Evaluation:
-    """Loss of a trained model on a split, in the precision it was trained in.
+    """Loss of a trained model on a split, in the precision that the run evaluated in.
 
     Args:
         trained: The model.
@@ -55,7 +55,7 @@ def evaluate(trained: Trained, *, split: str = "valid", sequences: int | None = 
     shard = open_data(trained.config.data).split(split)
     evaluator = Evaluator(
         trained.model,
-        build_loss(trained.model, train),
+        build_eval_loss(trained.model, train),
         shard,
         context=context,
         sequences=len(shard) // context if sequences is None else sequences,

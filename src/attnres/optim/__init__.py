@@ -2,7 +2,7 @@
 
 from attnres.optim.build import GroupedOptimizer, build_optimizer
 from attnres.optim.config import OptimConfig
-from attnres.optim.groups import DEPTH_PARAMETERS, ParamGroup, is_depth_parameter, param_groups
+from attnres.optim.groups import DEPTH_PARAMETERS, ParamGroup, freeze_base, is_depth_parameter, param_groups
 from attnres.optim.schedule import lr_multiplier
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "OptimConfig",
     "ParamGroup",
     "build_optimizer",
+    "freeze_base",
     "is_depth_parameter",
     "lr_multiplier",
     "param_groups",

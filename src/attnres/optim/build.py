@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attnres.errors import CheckpointError
 from attnres.optim.config import OptimConfig
-from attnres.optim.groups import ParamGroup, param_groups
+from attnres.optim.groups import ParamGroup, freeze_base, param_groups
 
 SLOT = "/"
 """Between parameter name and slot in the keys of a state, as in ``model.norm.weight/exp_avg``."""
@@ -31,12 +31,14 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> "GroupedOptimizer"
     one weight decay serve both.
 
     Args:
-        model: Already on its device.
+        model: Already on its device. With ``train_only="depth"`` its other parameters no longer require gradients.
         config: What to build.
 
     Raises:
-        ConfigError: The model has no trainable parameter.
+        ConfigError: The model has no trainable parameter, or no depth parameter where only those are trained.
     """
+    if config.train_only == "depth":
+        freeze_base(model)
     groups = param_groups(
         model,
         lr=config.lr,

@@ -8,6 +8,7 @@ from attnres.errors import ConfigError
 
 OptimizerName = Literal["muon", "adamw"]
 ScheduleName = Literal["wsd", "cosine", "constant"]
+TrainOnly = Literal["all", "depth"]
 
 
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
@@ -44,6 +45,8 @@ class OptimConfig:
     """Learning-rate multiplier of norms, biases, convolution filters and other small parameters."""
     depth_lr_scale: float = 1.0
     """Learning-rate multiplier of pseudo-queries and key weights."""
+    train_only: TrainOnly = "all"
+    """``"depth"``: everything but what the residual strategy learns (pseudo-queries and key weights) stays as it is."""
     schedule: ScheduleName = "wsd"
     """``"wsd"``: warm-up, stable, linear decay. ``"cosine"``: warm-up, cosine decay. ``"constant"``: warm-up only."""
     warmup_steps: int = 0
@@ -56,6 +59,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         require(self.optimizer in get_args(OptimizerName), "optimizer", self.optimizer, '"muon" or "adamw"')
         require(self.schedule in get_args(ScheduleName), "schedule", self.schedule, '"wsd", "cosine" or "constant"')
+        require(self.train_only in get_args(TrainOnly), "train_only", self.train_only, '"all" or "depth"')
         require(0 < self.lr < math.inf, "lr", self.lr, "more than 0, and finite")
         require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two in [0, 1)"

@@ -34,6 +34,21 @@ def is_depth_parameter(name: str) -> bool:
     return name.rpartition(".")[2] in DEPTH_PARAMETERS or RESIDUAL_PATH in f"{name}."
 
 
+def freeze_base(model: nn.Module) -> None:
+    """Let gradients reach only what a residual strategy learns.
+
+    Raises:
+        ConfigError: The model has no such parameter, as with PreNorm; nothing has been changed then.
+    """
+    if not any(is_depth_parameter(name) for name, _ in model.named_parameters()):
+        raise ConfigError(
+            "optim.train_only is 'depth', but this residual strategy has no parameters of its own; allowed: 'all', or "
+            "a strategy that learns something"
+        )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_depth_parameter(name))
+
+
 def param_groups(
     model: nn.Module,
     *,

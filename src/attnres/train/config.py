@@ -33,6 +33,12 @@ class ModelConfig:
     """Hugging Face family that the decoder is built from; without effect when ``hf_config`` is given."""
     hf_config: str | None = None
     """Path (or content) of a Hugging Face ``config.json`` to build from instead; it decides all the fields below."""
+    pretrained: str | None = None
+    """Folder of a Hugging Face checkpoint that a run starts from: its config decides all the fields below, and the
+    model with its weights is converted, so that a read scale left open becomes ``"sum"``."""
+    pretrained_sha256: str | None = None
+    """Checksum of those weights. A run writes it into its folder, with the content of the config as ``hf_config``; give
+    it to insist on certain weights."""
     hidden_size: int = 256
     """Width D."""
     intermediate_size: int = 768
@@ -52,6 +58,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require(self.family in get_args(Family), "family", self.family, ", ".join(get_args(Family)))
+        self._check_pretrained()
         sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
         for name in sizes:
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
@@ -61,6 +68,16 @@ class ModelConfig:
         head = self.hidden_size // self.num_attention_heads
         require(head % 2 == 0, "hidden_size / num_attention_heads", head, "an even number, for rotary positions")
         _divides("num_key_value_heads", self.num_key_value_heads, "num_attention_heads", self.num_attention_heads)
+
+    def _check_pretrained(self) -> None:
+        require(self.pretrained != "", "pretrained", self.pretrained, "a folder, or None")
+        if self.pretrained is None and self.pretrained_sha256 is not None:
+            raise ConfigError(f"pretrained_sha256 is {self.pretrained_sha256!r} without pretrained; allowed: both")
+        if self.pretrained is not None and self.hf_config is not None and self.pretrained_sha256 is None:
+            raise ConfigError(
+                f"pretrained={self.pretrained!r} and hf_config={self.hf_config!r} contradict each other; allowed: one, "
+                "as a pretrained folder has a config of its own"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +129,8 @@ class TrainConfig:
     """Decides the order of the data and every random number drawn in training."""
     precision: Precision = "auto"
     """``"bf16"``: autocast, weights stay float32. ``"auto"``: bf16 where the hardware has it, else fp32."""
+    eval_precision: Precision | None = None
+    """Of evaluations; None: that of training. Rounding may differ between strategies, and float32 leaves it out."""
     compile: bool = False
     """Whether the model runs through `torch.compile`."""
     activation_checkpointing: ActivationCheckpointing = "none"
@@ -128,11 +147,13 @@ class TrainConfig:
     """Where metrics go besides ``metrics.jsonl``."""
 
     def __post_init__(self) -> None:
-        choices = {
+        choices: dict[str, Any] = {
             "precision": Precision,
             "activation_checkpointing": ActivationCheckpointing,
             "device": Device,
         }
+        if self.eval_precision is not None:
+            choices["eval_precision"] = Precision
         for name, literal in choices.items():
             require(getattr(self, name) in get_args(literal), name, getattr(self, name), ", ".join(get_args(literal)))
         for name in ("steps", "batch_size", "accumulation", "eval_sequences", "keep_checkpoints"):
@@ -168,12 +189,25 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(isinstance(self.residual, Strategy), "residual", self.residual, ", ".join(UNIONS[Strategy]))
+        self._check_start()
         steps, warmup, decay = self.train.steps, self.optim.warmup_steps, decay_steps(self.train.steps, self.optim)
         if warmup + decay > steps:
             decays = f" and optim.decay_fraction={self.optim.decay_fraction} ({decay} steps)" if decay else ""
             raise ConfigError(
                 f"optim.warmup_steps={warmup}{decays} do not fit into train.steps={steps}; "
                 "allowed: warm-up and decay together no longer than the run"
+            )
+
+    def _check_start(self) -> None:
+        if self.model.pretrained is not None and self.train.init_from is not None:
+            raise ConfigError(
+                f"model.pretrained={self.model.pretrained!r} and train.init_from={self.train.init_from!r} contradict "
+                "each other; allowed: one start"
+            )
+        if self.optim.train_only == "depth" and self.train.activation_checkpointing == "reentrant":
+            raise ConfigError(
+                "train.activation_checkpointing is 'reentrant' with optim.train_only='depth'; allowed: none, "
+                "non_reentrant, as the reentrant form passes no gradient where its input needs none"
             )
 
     @property

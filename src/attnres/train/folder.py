@@ -29,6 +29,7 @@ CHANGEABLE = frozenset(
         "train.keep_checkpoints",
         "train.trackers",
         "data.dataset",  # where the data lies; what it is, is compared by checksum
+        "model.pretrained",  # the same
     }
 )
 """Settings that may differ when a run is resumed. All others decide numbers."""

@@ -6,6 +6,7 @@ several passes is the step in one to rounding.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,11 @@ from attnres.train.runtime import autocast
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Inputs and targets ``[B, T]`` -> mean cross-entropy in nats per token, float32."""
+
+
+def build_eval_loss(model: nn.Module, train: TrainConfig) -> Loss:
+    """The loss of an evaluation, which may have a precision of its own."""
+    return build_loss(model, train if train.eval_precision is None else replace(train, precision=train.eval_precision))
 
 
 def build_loss(model: nn.Module, train: TrainConfig) -> Loss:

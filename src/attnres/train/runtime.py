@@ -23,11 +23,12 @@ def resolve(config: RunConfig) -> RunConfig:
     Raises:
         BackendUnavailableError: A device or precision was asked for by name and is not here.
     """
-    device = resolve_device(config.train.device)
+    device, evaluated = resolve_device(config.train.device), config.train.eval_precision
     train = replace(
         config.train,
         device=device,
-        precision=_resolve_precision(config.train.precision, device),
+        precision=_resolve_precision("precision", config.train.precision, device),
+        eval_precision=evaluated and _resolve_precision("eval_precision", evaluated, device),
         threads=config.train.threads or torch.get_num_threads(),
     )
     return replace(config, train=train)
@@ -46,11 +47,11 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def _resolve_precision(precision: str, device: str) -> str:
+def _resolve_precision(name: str, precision: str, device: str) -> str:
     if precision == "auto":
         return "bf16" if has_fast_bf16(device) else "fp32"
     if precision == "bf16" and device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise BackendUnavailableError("precision is 'bf16', but this GPU has no bfloat16; allowed: auto, fp32")
+        raise BackendUnavailableError(f"{name} is 'bf16', but this GPU has no bfloat16; allowed: auto, fp32")
     return precision
 
 

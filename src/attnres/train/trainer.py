@@ -32,7 +32,7 @@ from attnres.train.folder import (
     lock,
     update_config,
 )
-from attnres.train.forward import StepNumbers, backward, build_loss
+from attnres.train.forward import StepNumbers, backward, build_eval_loss, build_loss
 from attnres.train.memory import peak_memory_bytes, reset_peak_memory
 from attnres.train.position import Position
 from attnres.train.progress import Display, build_display
@@ -132,7 +132,7 @@ class Trainer:
         self._loss = build_loss(self.model, train)
         self.evaluator = Evaluator(
             self.model,
-            self._loss,
+            self._loss if train.eval_precision is None else build_eval_loss(self.model, train),
             self.data.split("valid"),
             context=context,
             sequences=train.eval_sequences,
