@@ -471,3 +471,21 @@ def test_registered_operators_differentiate_and_agree_with_their_fakes():
         torch.library.opcheck(torch.ops.attnres.intra_block, near, test_utils=tests)
     finally:
         library._destroy()
+
+
+@pytest.mark.parametrize("dtype", [None, BRAIN])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_registered_reads_for_inference_are_the_same_reads(with_norm, dtype):
+    library = implement("CPU")
+    try:
+        sources, update = [torch.randn(2, 5, 24) for _ in range(3)], torch.randn(2, 5, 24)
+        query, key, norm_weight = vectors(24)
+        settings = (query, key, norm_weight if with_norm else None, EPS, SCALE, NORM_EPS)
+        expected = torch.ops.attnres.depth_attention(sources, *settings, dtype or SINGLE)[0]
+        assert torch.equal(torch.ops.attnres.read(sources, *settings, dtype), expected)
+        total = sources[-1] + update
+        mixed, updated = torch.ops.attnres.read_updated(sources, update, *settings, dtype)
+        assert torch.equal(updated, total)
+        assert torch.equal(mixed, torch.ops.attnres.read([*sources[:-1], total], *settings, dtype))
+    finally:
+        library._destroy()
