@@ -21,23 +21,33 @@ def register_when_imported() -> None:
 
 
 class _Watch:
-    """A finder that finds one module as the others do, and registers when it has been executed."""
+    """A finder that finds one module as the others do, and registers when that has been executed."""
+
+    def __init__(self) -> None:
+        self._is_looking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != REGISTRY:
+        if name != REGISTRY or self._is_looking:
             return None
-        sys.meta_path.remove(self)  # pyright: ignore[reportArgumentType]
-        spec = importlib.util.find_spec(name)
+        self._is_looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_looking = False
         if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
-
-            def execute_and_register(module: Any) -> None:
-                execute(module)
-                _register(module)
-
-            loader.exec_module = execute_and_register
+            self._follow(spec.loader)
         return spec
+
+    def _follow(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def execute_and_register(module: Any) -> None:
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)  # pyright: ignore[reportArgumentType]
+            _register(module)
+
+        loader.exec_module = execute_and_register
 
 
 def _register(registry: Any) -> None:

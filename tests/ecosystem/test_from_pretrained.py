@@ -58,6 +58,7 @@ ORDERS = (
     "import transformers; import attnres",
     "from transformers import AutoModelForCausalLM; import attnres",
     "import attnres; from transformers import AutoConfig, AutoModelForCausalLM",
+    "import importlib.util, attnres; importlib.util.find_spec('transformers.models.auto.configuration_auto')",
 )
 
 
