@@ -10,6 +10,7 @@ from attnres.errors import UnsupportedModelError
 from attnres.models import FAMILIES, build, convert, scale_report, unconvert
 from attnres.residual import BlockAttnRes, DepthSite, FullAttnRes, PreNorm
 from attnres.residual.rivals.postnorm import PostNorm
+from attnres.residual.variants.top_k import TopK
 from models.small import ALL_CONFIGS, make
 
 STRATEGIES = [FullAttnRes(), BlockAttnRes(sublayers_per_block=3), BlockAttnRes(num_blocks=2)]
@@ -115,7 +116,9 @@ def test_the_way_back_keeps_what_the_weights_have_learned_since():
     weights = {name: value.clone() for name, value in model.state_dict().items() if ".residual." not in name}
     model.model.layers[1].self_attn.q_proj = nn.Linear(32, 32, bias=False)  # as when an adapter is put in
     weights["model.layers.1.self_attn.q_proj.weight"] = model.model.layers[1].self_attn.q_proj.weight
-    back = unconvert(model)
+    with pytest.raises(UnsupportedModelError, match=r"queries that are not zero.*allow_change=True"):
+        unconvert(model)
+    back = unconvert(model, allow_change=True)
     assert set(back.state_dict()) == set(weights)
     assert all(torch.equal(value, weights[name]) for name, value in back.state_dict().items())
     back(ids)
@@ -185,3 +188,10 @@ def test_a_final_norm_that_was_replaced_does_not_stop_the_way_back():
     model.model.norm = copy.deepcopy(make("llama").model.norm)
     assert type(unconvert(model)).__name__ == "LlamaForCausalLM"
     model(tokens(1, 4))
+
+
+def test_what_may_be_another_function_is_not_taken_out_unless_that_is_allowed():
+    for strategy in (FullAttnRes(read_scale="mean"), TopK(k=2)):
+        with pytest.raises(UnsupportedModelError, match="the plain model is another function"):
+            unconvert(convert(make("llama"), strategy))
+    assert type(unconvert(convert(make("llama"), PreNorm()))).__name__ == "LlamaForCausalLM"

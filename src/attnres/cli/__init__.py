@@ -22,7 +22,7 @@ COMMANDS = {
     "convert": "put a residual strategy into a trained checkpoint, without loss",
     "unconvert": "take it out again",
     "import": "make one of our checkpoints from Kimi K3's, flash-linear-attention's or Inkling-2's",
-    "export": "the other way round",
+    "export": "make a Hugging Face folder of a run, or one of theirs of ours",
     "strategies": "list every residual strategy with its rule and what it costs",
     "schedule": "print which sources each site reads",
     "data": "prepare text for training",

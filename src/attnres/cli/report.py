@@ -5,6 +5,7 @@ from pathlib import Path
 
 from attnres.cli.console import show_results
 from attnres.cli.parsing import parse
+from attnres.train import load_run_config
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -19,4 +20,6 @@ def report(folder: Path, /, *, out: Path | None = None) -> None:
         folder: Run folder, or folder of a comparison.
         out: File to write; report.html in the folder by default.
     """
+    if (folder / "config.json").is_file():  # a run, and not a model
+        load_run_config(folder)
     show_results(folder, out)

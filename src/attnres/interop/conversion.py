@@ -26,6 +26,7 @@ from attnres.models import convert, unconvert
 from attnres.models.config import MODEL_TYPE
 from attnres.models.families import known_family
 from attnres.models.install import family_of_converted
+from attnres.models.proof import kernel_hint
 from attnres.models.remote import CODE_FILE, check_remote, remote_code_text, remote_fields
 from attnres.models.scale import scale_report
 from attnres.residual import Strategy
@@ -169,7 +170,7 @@ def unconvert_checkpoint(
     residual = model.base_model.residual
     ids = _sample(words, model, text, tokens)
     before = _logits(model, ids)
-    unconvert(model)
+    unconvert(model, allow_change=True)  # by how much it changes is measured
     report = _compare(model, residual, before, _logits(model, ids), ids)
     _refuse_change(report, folder, allow_change)
     config = _config(model, folder)
@@ -205,7 +206,8 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
         with torch.no_grad():
             return model(ids, use_cache=False).logits.float()
     except BROKEN as error:
-        raise CheckpointError(f"the {type(model).__name__} cannot be run: {first_sentence(error)}") from error
+        reason = first_sentence(error) + kernel_hint(error)
+        raise CheckpointError(f"the {type(model).__name__} cannot be run: {reason}") from error
 
 
 def _compare(model: Any, residual: Any, before: Tensor, after: Tensor, ids: Tensor) -> ConversionReport:

@@ -16,7 +16,7 @@ from attnres.models.gain import scale_projections
 from attnres.models.install import make_residual, put_in, take_out
 from attnres.models.proof import prove, prove_whole
 from attnres.models.scale import check_scale
-from attnres.residual import Strategy
+from attnres.residual import BlockAttnRes, FullAttnRes, PreNorm, Strategy
 
 
 def build(config: PreTrainedConfig, strategy: Strategy, *, dtype: torch.dtype | None = None) -> Any:
@@ -96,7 +96,7 @@ def convert(model: Any, strategy: Strategy, *, allow_change: bool = False) -> An
     return model
 
 
-def unconvert(model: Any) -> Any:
+def unconvert(model: Any, *, allow_change: bool = False) -> Any:
     """Take the residual strategy out of a converted model again, in place: its own layers, and all its weights.
 
     With zero pseudo-queries and ``read_scale="sum"`` the plain model is the same function (to rounding). What the
@@ -104,19 +104,36 @@ def unconvert(model: Any) -> Any:
 
     Args:
         model: A model that `convert` or `build` returned, or a loaded one.
+        allow_change: Take it out even where the plain model is another function.
 
     Returns:
         The same model object, now of its family's own class.
 
     Raises:
-        UnsupportedModelError: The model has no strategy, or one that changes the sublayers themselves.
+        UnsupportedModelError: The model has no strategy, or one that changes the sublayers themselves, or the plain
+            model may be another function and that was not allowed.
     """
     base = converted_base(model)
+    if not (allow_change or _is_plain_sum(base.residual)):
+        raise UnsupportedModelError(
+            f"the plain model is another function: {base.residual.strategy.label} has queries that are not zero, or "
+            "reads that are not sums; allowed with allow_change=True"
+        )
     take_out(base)
     _replace_config(model, plain_config(model.config))
     for part in {id(part): part for part in (model, base)}.values():
         release(part)
     return model
+
+
+def _is_plain_sum(residual: Any) -> bool:
+    """Whether every read is the residual sum, whatever the weights of the model."""
+    strategy = residual.strategy
+    if isinstance(strategy, PreNorm):
+        return True
+    if not isinstance(strategy, FullAttnRes | BlockAttnRes) or strategy.read_scale != "sum":
+        return False
+    return not any(bool(site.pseudo_query.any()) for site in residual.sites)
 
 
 def converted_base(model: Any) -> Any:

@@ -139,13 +139,17 @@ def _layer_calls(base: Any, family: Family) -> dict[int, tuple[nn.Module, Any, T
 
 def _cannot_run(family: Family, base: Any, error: Exception) -> str:
     device = next(base.parameters()).device.type
-    hint = ""
-    if "active driver" in str(error):  # Triton's words for no GPU
-        hint = (
-            "; its layers call the Triton kernels of a package such as fla-core, which Transformers takes wherever it "
-        )
-        hint += "is installed, so allowed is a GPU, or an environment without that package"
-    return f"this {family.name} model cannot be run on {device}: {error}{hint}"
+    return f"this {family.name} model cannot be run on {device}: {error}{kernel_hint(error)}"
+
+
+def kernel_hint(error: Exception) -> str:
+    """What to do about an error of kernels that need a GPU; nothing for other errors."""
+    if "active driver" not in str(error):  # Triton's words for no GPU
+        return ""
+    return (
+        "; its layers call the Triton kernels of a package such as fla-core, which Transformers takes wherever it is "
+        "installed, so allowed is a GPU, or an environment without that package"
+    )
 
 
 def _random_embedding(base: Any) -> Tensor:

@@ -77,6 +77,8 @@ def load_run_config(folder: Path | str) -> RunConfig:
         raise ConfigError(f"{folder} is not a run folder: cannot read {CONFIG} ({error.strerror})") from error
     except ValueError as error:  # not JSON, or not even text
         raise ConfigError(f"{path} is damaged: {error}") from error
+    if isinstance(settings, dict) and "model_type" in settings:
+        raise ConfigError(f"{folder} is a Hugging Face folder ({CONFIG} has a model_type); allowed is a run folder")
     return RunConfig.from_dict(settings)
 
 

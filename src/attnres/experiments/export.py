@@ -1,0 +1,48 @@
+"""A trained model out of its run folder, as a Hugging Face folder."""
+
+import json
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from attnres.data.folders import publish_folder
+from attnres.data.tokenizer import end_of_text_id
+from attnres.errors import CheckpointError
+from attnres.experiments.trained import load_trained
+from attnres.interop.folder import check_absent
+from attnres.train.folder import CONFIG
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a folder has the config of a run, and not that of a Hugging Face model."""
+    try:
+        settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and "residual" in settings and "model_type" not in settings
+
+
+def export_run(folder: Path, destination: Path) -> Path:
+    """Write the newest checkpoint of a run as a folder that ``from_pretrained`` and ``attnres unconvert`` take.
+
+    Args:
+        folder: Run folder.
+        destination: Folder to make; it must not be there yet.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: It is not a run folder, or it is damaged, or the destination is there.
+    """
+    check_absent(destination)
+    trained = load_trained(folder)
+    end = trained.tokenizer.id_to_token(end_of_text_id(trained.tokenizer))
+    words = PreTrainedTokenizerFast(tokenizer_object=trained.tokenizer, eos_token=end, pad_token=end)
+    try:
+        with publish_folder(destination, replace=False) as partial:
+            trained.model.to("cpu").save_pretrained(partial)
+            words.save_pretrained(partial)
+    except FileExistsError as error:
+        raise CheckpointError(f"{destination} exists already; allowed is a new folder") from error
+    return trained.checkpoint
