@@ -173,9 +173,10 @@ def test_hidden_states_are_the_reads_before_the_norms(family):
     for one, other in zip(again.hidden_states, outputs.hidden_states, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(again.logits, plain, rtol=1e-4, atol=1e-4)
-    norm = getattr(model.base_model, "norm", None) or getattr(model.base_model, "ln_f", None)
-    if norm is not None:
-        assert torch.equal(outputs.hidden_states[count], norm(read[per_layer * count]))
+    (norm,) = [
+        getattr(model.base_model, n) for n in ("norm", "ln_f", "final_layer_norm") if hasattr(model.base_model, n)
+    ]
+    assert torch.equal(outputs.hidden_states[count], norm(read[per_layer * count]))
 
 
 def test_text_goes_through_a_loaded_model(tmp_path):

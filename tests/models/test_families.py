@@ -195,3 +195,14 @@ def test_what_may_be_another_function_is_not_taken_out_unless_that_is_allowed():
         with pytest.raises(UnsupportedModelError, match="the plain model is another function"):
             unconvert(convert(make("llama"), strategy))
     assert type(unconvert(convert(make("llama"), PreNorm()))).__name__ == "LlamaForCausalLM"
+
+
+def test_a_head_without_a_final_norm_notices_a_mean_and_not_a_sum():
+    plain, ids = trained_like("llama"), tokens(1, 6)
+    plain.model.norm = nn.Identity()
+    report = scale_report(plain.model, FAMILIES["LlamaDecoderLayer"])
+    assert report.without_norm == ("the head",)
+    with pytest.raises(UnsupportedModelError, match=r"read without a norm .*\(the head\)"):
+        convert(copy.deepcopy(plain), FullAttnRes(read_scale="mean"))
+    expected = plain(ids).logits
+    assert relative(convert(plain, FullAttnRes())(ids).logits, expected) < 1e-5
