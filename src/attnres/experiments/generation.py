@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from attnres.errors import CheckpointError, ConfigError
 from attnres.experiments.trained import load_trained
 from attnres.interop.folder import CONFIG, open_folder
-from attnres.interop.loading import BROKEN, check_config, first_sentence, load_model, load_tokenizer
+from attnres.interop.loading import BROKEN, first_sentence, load_model_and_tokenizer
 from attnres.train import resolve_device
 
 PaddingSide = Literal["left", "right"]
@@ -36,10 +36,7 @@ def load_text_model(folder: Path) -> TextModel:
         ConfigError, CheckpointError, DataError: It is neither, or it is damaged.
     """
     if _is_hugging_face(folder):
-        opened = open_folder(folder)
-        check_config(opened)
-        words = load_tokenizer(folder)
-        model = load_model(opened, dtype="auto", device=resolve_device("auto"))
+        model, words = load_model_and_tokenizer(open_folder(folder), dtype="auto", device=resolve_device("auto"))
         return TextModel(
             model=model,
             encode=lambda text: words(text).input_ids,

@@ -19,17 +19,17 @@ from torch import Tensor
 from attnres.data.text import BundledText
 from attnres.errors import CheckpointError, ConfigError, UnsupportedModelError
 from attnres.interop.folder import CheckpointFolder, check_absent, open_folder, write_folder
-from attnres.interop.loading import BROKEN, check_config, first_sentence, load_model, load_tokenizer
+from attnres.interop.loading import BROKEN, first_sentence, load_model_and_tokenizer
 from attnres.interop.own import read_own
 from attnres.interop.stored import StoredTensor, read_header
 from attnres.models import convert, unconvert
 from attnres.models.config import MODEL_TYPE
-from attnres.models.families import known_family
+from attnres.models.families import Family
 from attnres.models.install import family_of_converted
 from attnres.models.proof import kernel_hint
 from attnres.models.remote import CODE_FILE, check_remote, remote_code_text, remote_fields
 from attnres.models.scale import scale_report
-from attnres.residual import Strategy
+from attnres.residual import Residual, Strategy
 
 ALLOWED = 1e-5
 """Largest relative difference of the logits, in the Euclidean norm, that counts as rounding of float32."""
@@ -124,18 +124,18 @@ def convert_checkpoint(
             f"{folder.path} has a residual strategy already ({folder.config.get('attnres')}); "
             "allowed is a plain model (attnres unconvert gives it back)"
         )
-    check_config(folder)
-    words = load_tokenizer(folder.path)
-    model = load_model(folder, device=device)
+    model, words = load_model_and_tokenizer(folder, device=device)
     ids = _sample(words, model, text, tokens)
     before = _logits(model, ids)
     convert(model, strategy, allow_change=allow_change)
-    report = _compare(model, model.base_model.residual, before, _logits(model, ids), ids)
+    base = model.base_model
+    family = family_of_converted(base)
+    report = _compare(model, base.residual, family, before, _logits(model, ids), ids)
     _refuse_change(report, folder, allow_change)
     config = _config(model, folder)
     texts = {}
     if remote_code:
-        config |= remote_fields(family_of_converted(model.base_model))
+        config |= remote_fields(family)
         texts[CODE_FILE] = remote_code_text()
     new = {name: value for name, value in model.state_dict().items() if RESIDUAL in name}
     with tempfile.TemporaryDirectory() as scratch:
@@ -164,14 +164,12 @@ def unconvert_checkpoint(
     check_absent(destination)
     folder = open_folder(Path(source))
     own = read_own(folder)
-    check_config(folder)
-    words = load_tokenizer(folder.path)
-    model = load_model(folder, device=device)
-    residual = model.base_model.residual
+    model, words = load_model_and_tokenizer(folder, device=device)
+    residual, family = model.base_model.residual, family_of_converted(model.base_model)
     ids = _sample(words, model, text, tokens)
     before = _logits(model, ids)
     unconvert(model, allow_change=True)  # by how much it changes is measured
-    report = _compare(model, residual, before, _logits(model, ids), ids)
+    report = _compare(model, residual, family, before, _logits(model, ids), ids)
     _refuse_change(report, folder, allow_change)
     config = _config(model, folder)
     config["model_type"] = own.base_model_type
@@ -210,19 +208,16 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
         raise CheckpointError(f"the {type(model).__name__} cannot be run: {reason}") from error
 
 
-def _compare(model: Any, residual: Any, before: Tensor, after: Tensor, ids: Tensor) -> ConversionReport:
-    base = model.base_model
-    layers = next(child for child in base.children() if isinstance(child, torch.nn.ModuleList))
-    strategy = residual.strategy
-    family = getattr(layers[0], "family", None) or known_family(layers)
-    scale = (
-        scale_report(base, family) if family is not None and getattr(strategy, "read_scale", None) == "mean" else None
-    )
+def _compare(
+    model: Any, residual: Residual, family: Family, before: Tensor, after: Tensor, ids: Tensor
+) -> ConversionReport:
+    base, strategy = model.base_model, residual.strategy
+    scale = scale_report(base, family) if getattr(strategy, "read_scale", None) == "mean" else None
     difference = (after - before).double()
     return ConversionReport(
         model=type(model).__name__,
         strategy=strategy.label,
-        layers=len(layers),
+        layers=len(getattr(base, family.layers)),
         sites=len(residual.sites),
         residual_parameters=sum(parameter.numel() for parameter in residual.parameters()),
         tokens=ids.shape[1],

@@ -52,6 +52,19 @@ def load_model(folder: CheckpointFolder, *, dtype: torch.dtype | str = torch.flo
         CheckpointError: Transformers does not know the family, or the weights do not fit the config.
     """
     check_config(folder)
+    return _load(folder, dtype, device)
+
+
+def load_model_and_tokenizer(
+    folder: CheckpointFolder, *, dtype: torch.dtype | str = torch.float32, device: str = "cpu"
+) -> tuple[Any, Any]:
+    """`load_model` and `load_tokenizer`, in an order in which what is quick to refuse is refused first."""
+    check_config(folder)
+    words = load_tokenizer(folder.path)
+    return _load(folder, dtype, device), words
+
+
+def _load(folder: CheckpointFolder, dtype: torch.dtype | str, device: str) -> Any:
     try:
         with _quietly():
             loaded: Any = AutoModelForCausalLM.from_pretrained(

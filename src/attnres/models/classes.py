@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from attnres.errors import CheckpointError, ConfigError
 from attnres.models.config import PREFIX, AttnResConfigMixin, config_class, parse_strategy
-from attnres.models.families import FAMILIES, Family
+from attnres.models.families import Family, known_family
 from attnres.models.install import install
 from attnres.models.layer import HiddenStateTap, ResidualDecoderLayer
 from attnres.models.remote.write import names_remote_code, write_remote_code
@@ -135,10 +135,9 @@ def family_in(config: Any, base: Any) -> Family:
     described = getattr(config, "attnres_family", None)
     if described is not None:
         return Family.from_dict(described)
-    for family in FAMILIES.values():
-        layers = getattr(base, family.layers, ())
-        if layers and {type(layer).__name__ for layer in layers} == {family.layer_class}:
-            return family
+    family = known_family(base)
+    if family is not None:
+        return family
     raise ConfigError(f"{type(base).__name__} is no known family, and its config does not describe it (attnres_family)")
 
 

@@ -80,7 +80,7 @@ def convert(model: Any, strategy: Strategy, *, allow_change: bool = False) -> An
     """
     _check_strategy(strategy)
     base = _base_model(model)
-    family = known_family(_known_layers(base)) or discover(base)
+    family = known_family(base) or discover(base)
     _check_no_hooks(getattr(base, family.layers))
     residual = make_residual(base, family, strategy.with_read_scale("sum"))
     prove(base, family)
@@ -163,15 +163,6 @@ def _base_model(model: Any) -> Any:
     if getattr(base.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{type(base).__name__} is an encoder and a decoder; allowed is a decoder alone")
     return base
-
-
-def _known_layers(base: Any) -> nn.ModuleList:
-    """The layers of a known family, by where that keeps them; none where the family is not known."""
-    for family in FAMILIES.values():
-        layers = getattr(base, family.layers, None)
-        if isinstance(layers, nn.ModuleList) and hasattr(base, family.norm) and known_family(layers) is family:
-            return layers
-    return nn.ModuleList()
 
 
 def _check_no_hooks(layers: nn.ModuleList) -> None:

@@ -9,14 +9,12 @@ ones here and are refused there.
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from attnres.errors import UnsupportedModelError
 from attnres.models.families import Family, SublayerParts
-from attnres.models.modes import evaluating
+from attnres.models.trial import first_tensor, one_of_each_kind, try_out
 
-TOKENS = 4
 _ATTENTION_WORDS = ("attn", "attention", "mixer")
 
 
@@ -89,20 +87,16 @@ def _find_layers(base: Any) -> str:
 def _watch(base: Any, layers: str) -> tuple[list[_Trace], str]:
     """Run the model; what its layers did, one of each kind, and the name of the norm after them."""
     traces: list[_Trace] = []
-    handles, kinds, norms = [], set(), []
-    for layer in getattr(base, layers):
-        kind = (type(layer), *(type(child) for child in layer.children()))
-        if kind not in kinds:
-            kinds.add(kind)
-            handles += _hook(layer, traces)
+    handles, norms = [], []
+    for _, layer in one_of_each_kind(getattr(base, layers)):
+        handles += _hook(layer, traces)
     last = getattr(base, layers)[-1]
     ends: list[Any] = []
-    handles.append(last.register_forward_hook(lambda module, given, returned: ends.append(_tensor(returned))))
+    handles.append(last.register_forward_hook(lambda module, given, returned: ends.append(first_tensor(returned))))
     for name, child in base.named_children():
         handles.append(child.register_forward_pre_hook(lambda module, given, name=name: norms.append((name, given))))
     try:
-        with torch.no_grad(), evaluating(base):
-            base(inputs_embeds=_random_embedding(base), use_cache=False)
+        try_out(base)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"{type(base).__name__} is no known family and cannot be tried on a random embedding: {error}"
@@ -137,7 +131,7 @@ def _hook(layer: nn.Module, traces: list[_Trace]) -> list[Any]:
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, name: str = name
         ) -> None:
             given = args[0] if args else kwargs.get("hidden_states")
-            trace.calls.append(_Call(name, module, given, _tensor(output), kwargs))
+            trace.calls.append(_Call(name, module, given, first_tensor(output), kwargs))
 
         handles.append(child.register_forward_hook(note, with_kwargs=True))
     return handles
@@ -197,14 +191,3 @@ def _source(call: _Call, parts: SublayerParts, trace: _Trace) -> Any:
 
 def _is_norm(call: _Call) -> bool:
     return "norm" in type(call.module).__name__.lower()
-
-
-def _tensor(output: Any) -> Any:
-    return output[0] if isinstance(output, tuple) else output
-
-
-def _random_embedding(base: Any) -> Tensor:
-    weight = base.get_input_embeddings().weight
-    width = getattr(base.config, "hidden_size", weight.shape[-1])
-    generator = torch.Generator("cpu").manual_seed(0)
-    return torch.randn(1, TOKENS, width, generator=generator, device="cpu").to(weight.device, weight.dtype)

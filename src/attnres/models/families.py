@@ -173,10 +173,14 @@ FAMILIES: dict[str, Family] = {
 """Families that are known by the class name of their decoder layer."""
 
 
-def known_family(layers: nn.ModuleList) -> Family | None:
-    """The family of a model's decoder layers, if it is in the table."""
-    seen = {type(layer).__name__ for layer in layers}
-    return FAMILIES.get(seen.pop()) if len(seen) == 1 else None
+def known_family(base: Any) -> Family | None:
+    """The family of a decoder, if it is in the table: by the class of its layers, where that family keeps them."""
+    for family in FAMILIES.values():
+        layers = getattr(base, family.layers, None)
+        classes = {type(layer).__name__ for layer in layers} if isinstance(layers, nn.ModuleList) else set()
+        if classes == {family.layer_class} and hasattr(base, family.norm):
+            return family
+    return None
 
 
 def check_children(layers: nn.ModuleList, family: Family) -> None:

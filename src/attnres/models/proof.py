@@ -14,9 +14,8 @@ from attnres.models.families import FAMILIES, Family
 from attnres.models.install import install, take_out
 from attnres.models.layer import ResidualDecoderLayer
 from attnres.models.modes import evaluating, training
+from attnres.models.trial import first_tensor, one_of_each_kind, try_out
 from attnres.residual import PreNorm, Residual
-
-PROOF_TOKENS = 8
 
 
 def prove(base: Any, family: Family) -> float:
@@ -106,8 +105,7 @@ def _check(what: str, actual: Tensor, expected: Tensor, family: Family) -> float
 
 def _run(base: Any, family: Family) -> Tensor:
     try:
-        with torch.no_grad(), evaluating(base):
-            return base(inputs_embeds=_random_embedding(base), use_cache=False)[0]
+        return try_out(base)
     except (RuntimeError, TypeError, AttributeError, ValueError) as error:
         raise UnsupportedModelError(_cannot_run(family, base, error)) from error
 
@@ -115,18 +113,13 @@ def _run(base: Any, family: Family) -> Tensor:
 def _layer_calls(base: Any, family: Family) -> dict[int, tuple[nn.Module, Any, Tensor]]:
     """Run the model and keep, for the first layer of each kind, the arguments it got and what it returned."""
     calls: dict[int, tuple[nn.Module, Any, Tensor]] = {}
-    kinds: set[tuple[type, ...]] = set()
     handles = []
-    for index, layer in enumerate(getattr(base, family.layers)):
-        kind = tuple(type(child) for child in layer.children())
-        if kind in kinds:
-            continue
-        kinds.add(kind)
+    for index, layer in one_of_each_kind(getattr(base, family.layers)):
 
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any, index: int = index) -> None:
             kwargs = dict(kwargs)
             args = args or (kwargs.pop("hidden_states"),)
-            calls[index] = (module, (args, kwargs), output[0] if isinstance(output, tuple) else output)
+            calls[index] = (module, (args, kwargs), first_tensor(output))
 
         handles.append(layer.register_forward_hook(keep, with_kwargs=True))
     try:
@@ -150,13 +143,6 @@ def kernel_hint(error: Exception) -> str:
         "; its layers call the Triton kernels of a package such as fla-core, which Transformers takes wherever it is "
         "installed, so allowed is a GPU, or an environment without that package"
     )
-
-
-def _random_embedding(base: Any) -> Tensor:
-    weight = base.get_input_embeddings().weight
-    generator = torch.Generator("cpu").manual_seed(0)
-    embedding = torch.randn(1, PROOF_TOKENS, weight.shape[-1], generator=generator, device="cpu")
-    return embedding.to(weight.device, weight.dtype)
 
 
 def _relative_difference(actual: Tensor, expected: Tensor) -> float:
