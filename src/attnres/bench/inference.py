@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from attnres.bench.bank import Bank
-from attnres.bench.models import PLAIN, PRENORM, ModelShape, draw_tokens, make_arms, with_strategy
+from attnres.bench.models import PLAIN, ModelShape, draw_tokens, make_arms, time_columns, with_strategy
 from attnres.bench.progress import say
 from attnres.bench.results import significant
-from attnres.bench.timing import Clock, Times, interleaved, paired_ratios, spread, taken, wall_clock
+from attnres.bench.timing import Clock, Times, interleaved, wall_clock
 from attnres.errors import ConfigError
 from attnres.residual import Residual
 
@@ -298,19 +298,10 @@ def _rows(
     banks: Mapping[str, dict[str, Any]] | None = None,
 ) -> Iterator[InferenceRow]:
     for name in times:
-        own, ratio = spread(taken(times, name)), spread(paired_ratios(times, name, PLAIN))
-        to_prenorm = paired_ratios(times, name, PRENORM) if PRENORM in times else []
         yield InferenceRow(
             arm=name,
             error=_rounded(errors[name]),
-            median_ms=significant(1e3 * own.median),
-            low_ms=significant(1e3 * own.low),
-            high_ms=significant(1e3 * own.high),
-            rounds=own.count,
-            ratio_to_plain=significant(ratio.median),
-            ratio_low=significant(ratio.low),
-            ratio_high=significant(ratio.high),
-            ratio_to_prenorm=significant(spread(to_prenorm).median) if to_prenorm else None,
+            **time_columns(times, name),
             **columns,
             **((banks or {}).get(name, {})),
         )

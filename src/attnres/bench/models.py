@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from attnres.bench.results import significant
+from attnres.bench.timing import Times, paired_ratios, spread, taken
 from attnres.errors import ConfigError
 from attnres.models import build
 from attnres.residual import BlockAttnRes, DepthSite, FullAttnRes, PreNorm, Strategy
@@ -115,3 +117,19 @@ def _loss_and_gradients(model: Any, tokens: Tensor, plain: Any) -> list[Tensor]:
     own = dict(model.named_parameters())
     weights = [own[name] for name, weight in plain.named_parameters() if weight.dim() == 2]
     return [loss.detach(), *torch.autograd.grad(loss, weights)]
+
+
+def time_columns(times: Times, name: str) -> dict[str, Any]:
+    """The columns on an arm's time: its spread, and its ratios to the plain model and to PreNorm in the same rounds."""
+    own, ratio = spread(taken(times, name)), spread(paired_ratios(times, name, PLAIN))
+    to_prenorm = paired_ratios(times, name, PRENORM) if PRENORM in times else []
+    return {
+        "median_ms": significant(1e3 * own.median),
+        "low_ms": significant(1e3 * own.low),
+        "high_ms": significant(1e3 * own.high),
+        "rounds": own.count,
+        "ratio_to_plain": significant(ratio.median),
+        "ratio_low": significant(ratio.low),
+        "ratio_high": significant(ratio.high),
+        "ratio_to_prenorm": significant(spread(to_prenorm).median) if to_prenorm else None,
+    }

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from attnres.bench.models import PLAIN, PRENORM, ModelShape, check_arms, draw_tokens, make_arms
+from attnres.bench.models import PLAIN, ModelShape, check_arms, draw_tokens, make_arms, time_columns
 from attnres.bench.progress import say
-from attnres.bench.results import significant
-from attnres.bench.timing import Times, interleaved, paired_ratios, spread, taken, wall_clock
+from attnres.bench.timing import Times, interleaved, wall_clock
 from attnres.errors import ConfigError
 
 TRAINING, PREFILL, DECODE = "training step", "prefill", "decode"
@@ -220,17 +219,8 @@ def _columns(bench: OverheadBench, task: str, precision: str, *, batch: int, con
 
 def _rows(times: Times, columns: dict[str, Any]) -> Iterator[OverheadRow]:
     for name in times:
-        own, ratio = spread(taken(times, name)), spread(paired_ratios(times, name, PLAIN))
-        to_prenorm = paired_ratios(times, name, PRENORM) if PRENORM in times else []
         yield OverheadRow(
             arm=name,
-            median_ms=significant(1e3 * own.median),
-            low_ms=significant(1e3 * own.low),
-            high_ms=significant(1e3 * own.high),
-            rounds=own.count,
-            ratio_to_plain=significant(ratio.median),
-            ratio_low=significant(ratio.low),
-            ratio_high=significant(ratio.high),
-            ratio_to_prenorm=significant(spread(to_prenorm).median) if to_prenorm else None,
+            **time_columns(times, name),
             **columns,
         )

@@ -15,7 +15,7 @@ from transformers.utils import output_capturing
 from transformers.utils.output_capturing import OutputRecorder
 
 from attnres.errors import CheckpointError, ConfigError
-from attnres.models.config import PREFIX, AttnResConfigMixin, config_class, parse_strategy
+from attnres.models.config import PREFIX, AttnResConfigMixin, config_class, family_class, parse_strategy
 from attnres.models.families import Family, known_family
 from attnres.models.install import install
 from attnres.models.layer import HiddenStateTap, ResidualDecoderLayer
@@ -169,13 +169,13 @@ def adopt(model: PreTrainedModel) -> None:
 
 def release(model: PreTrainedModel) -> None:
     """The inverse of `adopt`."""
-    model.__class__ = next(c for c in type(model).__mro__ if not c.__name__.startswith(PREFIX))
+    model.__class__ = family_class(type(model))
     _record_outputs(model)
 
 
 def register(config: type[PreTrainedConfig]) -> None:
     """Let Transformers' auto classes find the models of a converted config class. Done when such a config is loaded."""
-    family = config.__mro__[2]
+    family = family_class(config)
     for auto in AUTO_CLASSES:
         mapping = auto._model_mapping
         if family in mapping and config not in mapping:

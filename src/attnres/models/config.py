@@ -86,6 +86,11 @@ class AttnResConfigMixin:
         return super().from_dict(own, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def family_class(cls: type) -> Any:
+    """The family's own class behind that of a converted model or its config."""
+    return next(base for base in cls.__mro__ if not base.__name__.startswith(PREFIX))
+
+
 @cache
 def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """The config class of converted models of a family, such as ``AttnResLlamaConfig``."""
@@ -111,7 +116,7 @@ def config_from_dict(config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
 def plain_config(config: Any) -> Any:
     """The family's own config out of a converted model's, as a copy."""
     plain = copy.deepcopy(config)
-    plain.__class__ = next(cls for cls in type(config).__mro__ if not cls.__name__.startswith(PREFIX))
+    plain.__class__ = family_class(type(config))
     for name in ("attnres", "attnres_family"):
         vars(plain).pop(name, None)
     if plain.architectures:
