@@ -28,10 +28,11 @@ def export_command(
         kind: Format of the destination. By default that of Hugging Face for a run, and for a folder that from which
             it was imported; the latter byte for byte.
     """
-    from attnres.experiments.export import export_run, is_run_folder
+    from attnres.experiments.export import export_run
+    from attnres.experiments.folders import kind_of
     from attnres.interop import export_checkpoint
 
-    if is_run_folder(source) or kind == "hugging-face":
+    if kind_of(source) == "run" or kind == "hugging-face":
         if kind not in ("auto", "hugging-face"):
             raise ConfigError(
                 f"kind is {kind!r}, but {source} is a run folder; allowed is hugging-face, and then {kind}"

@@ -1,6 +1,5 @@
 """A trained model out of its run folder, as a Hugging Face folder."""
 
-import json
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -10,16 +9,6 @@ from attnres.data.tokenizer import end_of_text_id
 from attnres.errors import CheckpointError
 from attnres.experiments.trained import load_trained
 from attnres.interop.folder import check_absent
-from attnres.train.folder import CONFIG
-
-
-def is_run_folder(folder: Path) -> bool:
-    """Whether a folder has the config of a run, and not that of a Hugging Face model."""
-    try:
-        settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and "residual" in settings and "model_type" not in settings
 
 
 def export_run(folder: Path, destination: Path) -> Path:

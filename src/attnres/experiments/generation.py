@@ -1,6 +1,5 @@
 """Continue prompts with a model from a run folder or from a Hugging Face folder."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from attnres.errors import CheckpointError, ConfigError
+from attnres.experiments.folders import kind_of
 from attnres.experiments.trained import load_trained
-from attnres.interop.folder import CONFIG, open_folder
+from attnres.interop.folder import open_folder
 from attnres.interop.loading import BROKEN, first_sentence, load_model_and_tokenizer
 from attnres.train import resolve_device
 
@@ -35,7 +35,7 @@ def load_text_model(folder: Path) -> TextModel:
     Raises:
         ConfigError, CheckpointError, DataError: It is neither, or it is damaged.
     """
-    if _is_hugging_face(folder):
+    if kind_of(folder) == "hugging-face":
         model, words = load_model_and_tokenizer(open_folder(folder), dtype="auto", device=resolve_device("auto"))
         return TextModel(
             model=model,
@@ -102,14 +102,6 @@ def continue_prompts(
         ) from error
     longest = ids.shape[1]
     return [text_model.decode(output[longest - len(row) :].tolist()) for row, output in zip(rows, outputs, strict=True)]
-
-
-def _is_hugging_face(folder: Path) -> bool:
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and "model_type" in config
 
 
 def _check(
