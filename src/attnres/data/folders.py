@@ -19,7 +19,7 @@ _RENAME_EXCHANGE = 2
 
 @contextmanager
 def publish_folder(target: Path, *, replace: bool) -> Iterator[Path]:
-    """Yield an empty folder to fill; when the block ends without an error it becomes ``target``.
+    """Yield an empty folder to fill; when the block ends without an error it is flushed and becomes ``target``.
 
     Args:
         target: Where the folder shall be; missing parents are made.
@@ -38,9 +38,10 @@ def publish_folder(target: Path, *, replace: bool) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        _sync_folder(partial)
+        for path in (partial, *partial.rglob("*")):
+            _sync(path)
         (_replace if replace else _rename)(partial, target)
-        _sync_folder(target.parent)
+        _sync(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -92,8 +93,9 @@ def _swap_in_two_steps(partial: Path, target: Path) -> None:
     aside.rename(partial)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

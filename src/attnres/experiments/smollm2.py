@@ -29,7 +29,6 @@ from transformers import LlamaConfig
 
 from attnres.data.folders import publish_folder
 from attnres.errors import AttnResError, BackendUnavailableError, CheckpointError, ConfigError
-from attnres.train.files import sync
 
 MAGIC = b"GGUF"
 CONTROL = 3
@@ -197,8 +196,6 @@ def export(model: Gguf, out: Path) -> None:
             tokenizer.save(str(folder / "tokenizer.json"))
             settings = json.dumps(_tokenizer_settings(model), indent=2, ensure_ascii=False) + "\n"
             (folder / "tokenizer_config.json").write_text(settings, encoding="utf-8")
-            for file in folder.iterdir():
-                sync(file)
     except FileExistsError as error:
         raise ConfigError(f"output folder {out} exists; allowed: a new path") from error
 
