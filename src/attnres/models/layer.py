@@ -5,7 +5,7 @@ stands in the same loop of the model's own forward, so masks, positions, caches 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,11 +66,13 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         self.tap = HiddenStateTap()
         self.training = layer.training
         self.is_first = first_site == 0
+        self._present: tuple[int, ...] = tuple(range(family.sublayers(layer)))
+        self._entrance: Callable[[], Any] | None = None
         self.family = family
         self.is_parallel = family.is_parallel(layer)
         self._argument_names = tuple(inspect.signature(type(layer).forward).parameters)[2:]
         # in tuples, so that they are referred to and not owned
-        self._original = (layer,)
+        self._original: tuple[nn.Module, ...] = (layer,)
         self._owner = (owner,)
         self._residual = (residual,)
         self._places = tuple(range(first_site, first_site + family.sublayers(layer)))
@@ -80,6 +82,12 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         if "_gradient_checkpointing_func" in vars(layer):  # checkpointing was switched on before conversion
             self._gradient_checkpointing_func = vars(layer)["_gradient_checkpointing_func"]
 
+    def __call__(self, hidden_states: Any, *positional: Any, **arguments: Any) -> Any:
+        """As of any module; the first layer of a pipeline stage takes its state from `enter_from`."""
+        if self._entrance is not None:  # here, before activation checkpointing looks at the arguments
+            hidden_states = self._entrance()
+        return super().__call__(hidden_states, *positional, **arguments)
+
     def forward(self, hidden_states: Any, *positional: Any, **arguments: Any) -> Any:
         """Run the sublayers; takes and returns the state (the first layer takes the embedding)."""
         if positional:
@@ -88,7 +96,9 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         if self.is_first and residual.strategy.crosses_tokens:
             refuse_cached_step(residual, arguments)
         state = residual.start(hidden_states) if self.is_first else hidden_states
-        for at, (site, run) in enumerate(zip(sites, self._compiled or self._runs(), strict=True)):
+        runs = self._compiled or self._runs()
+        for at in self._present:
+            site, run = sites[at], runs[at]
             fused = self._fused_norm(at, site)
             if fused is None:
                 hidden = residual.read(state, site)
@@ -113,6 +123,30 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_compiled"}
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Indices of the sites where the layer's sublayers read."""
+        return self._places
+
+    def keep(self, present: Sequence[int]) -> None:
+        """Keep only some of the sublayers, as where a pipeline is cut inside the layer; the parts of the others go.
+
+        Args:
+            present: Which of the layer's sublayers: 0 is its first.
+        """
+        self._present = tuple(present)
+        self.is_first = self.is_first and 0 in self._present
+        self._sites = tuple(site if at in self._present else Site() for at, site in enumerate(self._sites))
+        self._original = ()  # the whole layer holds what is not kept
+        if not self.is_parallel:
+            for at, parts in enumerate((self.family.attention, self.family.mlp)):
+                for name in parts.names if at not in self._present else ():
+                    self._modules[name] = None
+
+    def enter_from(self, entrance: Callable[[], Any]) -> None:
+        """Take the state from a function, whatever the model's loop hands over: the first layer of a pipeline stage."""
+        self._entrance = entrance
 
     def original(self) -> nn.Module:
         """The layer that was taken over, with the children that this one has by now."""

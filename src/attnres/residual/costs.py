@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from attnres.residual.bare import bare_residual
 from attnres.residual.residual import OUTPUT, Residual
 from attnres.residual.state import Streams, tensors
 from attnres.residual.strategy import Strategy
@@ -29,15 +30,6 @@ class Costs:
     """Read and written for the residual path per token and sublayer, in tensors of D numbers; mean over the depth."""
 
 
-class _Norm(nn.Module):
-    def __init__(self, dim: int):
-        super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(dim)), 1e-6
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return nn.functional.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
-
-
 @torch.no_grad()
 def costs(strategy: Strategy, num_sublayers: int, dim: int) -> Costs:
     """Run a strategy on one token and count.
@@ -51,8 +43,7 @@ def costs(strategy: Strategy, num_sublayers: int, dim: int) -> Costs:
         ConfigError: The strategy does not fit depth or width.
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        norms = [_Norm(dim) for _ in range(num_sublayers)]
-        residual = Residual(strategy, num_sublayers, dim, norms=norms).eval()
+        residual = bare_residual(strategy, num_sublayers, dim)
         for parameter in residual.parameters():  # away from zeros, which would look like weights that are not there
             parameter.add_(1e-3 * torch.randn_like(parameter))
         state = residual.start(torch.randn(1, dim))

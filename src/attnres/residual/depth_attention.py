@@ -49,6 +49,11 @@ class DepthAttentionStrategy(HistoryStrategy):
             assert isinstance(before, DepthSite)
             before.upcoming = tuple(site for site in upcoming if isinstance(site, DepthSite))
 
+    def resume(self, state: History, upcoming: Sequence[Site]) -> History:
+        """Run phase 1 for what is left of a block's reads."""
+        sites = [site for site in upcoming if isinstance(site, DepthSite)]
+        return self._look_ahead(state, sites) if sites else state
+
     def read(self, state: History, site: Site) -> Tensor:
         """Depth attention over the finished sources and the partial sum (paper, Eq. 2-4 and 6)."""
         return self._mix(state, site, stream_dtype(state.finished[0]))
@@ -103,16 +108,18 @@ class DepthAttentionStrategy(HistoryStrategy):
 
     def _ahead(self, written: History, site: DepthSite) -> History:
         """The state after a site that closes a block, with phase 1 of the reads that come, if there is one."""
-        if not site.upcoming:
-            return written
+        return self._look_ahead(written, site.upcoming) if site.upcoming else written
+
+    def _look_ahead(self, state: History, upcoming: Sequence[DepthSite]) -> History:
+        first = upcoming[0]
         return look_ahead(
-            written,
-            [(upcoming.pseudo_query, upcoming.key_weight) for upcoming in site.upcoming],
-            first=site.upcoming[0].index,
+            state,
+            [(site.pseudo_query, site.key_weight) for site in upcoming],
+            first=first.index,
             phases=self.phases,
-            eps=site.eps,
-            dtype=stream_dtype(written.finished[0]),
-            training=site.training,
+            eps=first.eps,
+            dtype=stream_dtype(state.finished[0]),
+            training=first.training,
         )
 
     def _attend(self, state: History, site: Site, *, return_weights: bool) -> Any:

@@ -103,6 +103,18 @@ class Strategy(ABC):
     def start(self, embedding: Tensor) -> Any:
         """The state before the first sublayer."""
 
+    def resume(self, state: Any, upcoming: Sequence[Site]) -> Any:
+        """A state that was cut between two sublayers, made ready for the reads of the running block.
+
+        What phase 1 had for them does not cross a cut, since it belongs to their sites.
+
+        Args:
+            state: As it crossed the cut.
+            upcoming: The sites of the running block whose reads come after the cut, in order; may be none.
+        """
+        del upcoming
+        return state
+
     @abstractmethod
     def read(self, state: Any, site: Site) -> Tensor:
         """The input of a sublayer, or of the final norm: ``[*batch, dim]``, or ``[*batch, views, dim]``."""

@@ -58,7 +58,7 @@ def look_ahead(
     pays = phases != "auto" or _pays(sources, len(vectors), training)  # the cheap question first: decoding asks often
     fused = pays and resolve("auto", sources) != "reference"
     if not pays or (phases == "auto" and not fused):
-        return History(sources, state.partial, None)
+        return History(sources, state.partial, None, state.last_read, state.extra)
     queries = torch.stack([query for query, _ in vectors])
     weights = torch.stack([weight for _, weight in vectors])
     if not fused or not (training or torch.is_grad_enabled()):
@@ -66,13 +66,15 @@ def look_ahead(
         reads = tuple(
             PartialSoftmax(mixed, lse) for mixed, lse in zip(part.mixed.unbind(), part.lse.unbind(), strict=True)
         )
-        return History(sources, state.partial, Ahead(reads, (), len(sources), first, deferred=False))
+        ahead = Ahead(reads, (), len(sources), first, deferred=False)
+        return History(sources, state.partial, ahead, state.last_read, state.extra)
     deferred = phases == "auto" and training
     carriers = (*before, *(carrier(source) for source in sources[len(before) :]))
     reads, carriers = run_phase_1(
         sources, carriers, queries, weights, eps=eps, dtype=result_dtype(sources, dtype), deferred=deferred
     )
-    return History(sources, state.partial, Ahead(reads, carriers, len(sources), first, deferred))
+    ahead = Ahead(reads, carriers, len(sources), first, deferred)
+    return History(sources, state.partial, ahead, state.last_read, state.extra)
 
 
 def read_ahead(

@@ -93,6 +93,12 @@ class BlockLaggedQuery(AttnResVariant):
             part = part.merge(PartialSoftmax(near[..., 0, :], scores(near, query, site.eps)[..., 0]))
         return (part.mixed * self._out_scale(state)).to(result_dtype(state.sources, stream_dtype(state.finished[0])))
 
+    def resume(self, state: History, upcoming: Sequence[Site]) -> History:
+        """Run phase 1 for what is left of a block's reads."""
+        if not upcoming:
+            return state
+        return History(state.finished, state.partial, phase_1(stack(state.finished), upcoming))
+
     def write(self, state: History, site: Site, output: Tensor) -> History:
         """As of AttnRes; at the end of a block phase 1 of the next one."""
         assert isinstance(site, LowRankQuerySite)

@@ -1,0 +1,313 @@
+"""A converted model as a pipeline over the ranks of a process group, with a cross-stage cache.
+
+PyTorch's `torch.distributed.pipelining` has the schedules and runs them; what is here cuts the model, hands it stages
+whose hops carry only what is new, and makes sure beforehand that all ranks mean the same.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from attnres.errors import ConfigError, UnsupportedModelError
+from attnres.models.convert import converted_base
+from attnres.parallel.failures import told_to_all
+from attnres.parallel.ledger import Ledger
+from attnres.parallel.part import StagePart, is_tied
+from attnres.parallel.plan import Cache, PipelinePlan, plan_pipeline
+from attnres.parallel.schedules import build_schedule, check_pipeline
+from attnres.parallel.stage import CachedStage
+from attnres.parallel.store import RankStore
+from attnres.parallel.tied import TiedWeight
+
+Batch = tuple[Tensor, Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+class Pipeline:
+    """The stages of one rank, and the steps that all ranks take together.
+
+    Every rank is given the same whole model (from the same seed or checkpoint), keeps the parts of its own stages, and
+    is given all batches. Gradients are those of the mean loss over the micro-batches.
+
+    Args:
+        model: A converted causal language model. It is not changed and can be dropped afterwards.
+        group: Ranks of the pipeline, in the order of the stages; None is all of them.
+        microbatches: Micro-batches M of a training step.
+        schedule: One of `attnres.parallel.schedules.SCHEDULES`.
+        virtual: Stages V on each rank.
+        cuts: Sublayers before each cut; None spreads them evenly.
+        cache: What a rank keeps between its stages, see `attnres.parallel.plan.Cache`.
+        device: Where this rank computes.
+        wrap: Makes of each `StagePart` what really runs, such as ``DistributedDataParallel`` or ``fully_shard``.
+
+    Raises:
+        ConfigError: The pipeline does not fit the model, the ranks or the micro-batches, or ranks disagree about it.
+        UnsupportedModelError: The model has a part that no stage can leave out.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        group: dist.ProcessGroup | None = None,
+        microbatches: int,
+        schedule: str = "1f1b",
+        virtual: int = 1,
+        cuts: Sequence[int] | None = None,
+        cache: Cache = "all",
+        device: torch.device | str = "cpu",
+        wrap: Callable[[StagePart], nn.Module] | None = None,
+    ):
+        residual = converted_base(model).residual
+        self.group, self.microbatches, self.device = group, microbatches, torch.device(device)
+        self.kind = check_pipeline(
+            residual.num_sublayers,
+            ranks=dist.get_world_size(group),
+            microbatches=microbatches,
+            schedule=schedule,
+            virtual=virtual,
+            cuts=cuts,
+        )
+        dim = model.get_input_embeddings().weight.shape[-1]
+        self.plan: PipelinePlan = plan_pipeline(
+            residual.strategy,
+            residual.num_sublayers,
+            dim,
+            ranks=dist.get_world_size(group),
+            virtual=virtual,
+            cuts=cuts,
+            cache=cache,
+            placement=self.kind.placement,
+        )
+        self.rank = dist.get_rank(group)
+        check_agreement(
+            group, f"{residual.strategy}, {dim} wide: {_describe(self.plan)}, {self.kind.name}, M={microbatches}"
+        )
+        self.store, self.ledger = RankStore(), Ledger()
+        self.parts = [self._part(model, stage) for stage in self.plan.stages_of(self.rank)]
+        self.tied_weight = TiedWeight.of(self.parts, self.plan, group) if is_tied(model) else None
+        self.stages = [self._stage(part, wrap) for part in self.parts]
+        self._check_split_backward()
+        self._loss: LossFunction | None = None
+        self._schedule = build_schedule(self.kind, self.stages, microbatches, self._share_of_loss)
+        self._learned: dict[Any, list[Any]] = {}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """What this rank has of the model, by stage. Parameters have the names that they have in the whole model."""
+        return [part.decoder for part in self.parts]
+
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """Names of parameters that two stages have, with equal values and gradients: a head that is the embedding."""
+        return () if self.tied_weight is None else self.tied_weight.names
+
+    def train(self, mode: bool = True) -> None:
+        """Put all parts in training or evaluation mode."""
+        for stage in self.stages:
+            stage.submod.train(mode)
+
+    def step(
+        self, batches: Sequence[Batch], loss: LossFunction, *, autocast: Autocast = nullcontext, **arguments: Any
+    ) -> Tensor:
+        """Forward and backward pass of a training step; gradients are added to what is there.
+
+        Args:
+            batches: Token ids and targets ``[B, T]`` of each micro-batch, all of one shape; the same on every rank.
+            loss: From logits ``[B, T, vocabulary]`` and targets to the mean loss.
+            autocast: Makes the context that stages run in.
+            **arguments: For the model's forward, such as ``attention_mask`` ``[M B, T]``.
+
+        Returns:
+            The mean loss over the micro-batches, a scalar on every rank.
+
+        Raises:
+            ConfigError: The number or the shapes of the micro-batches do not fit.
+            RankFailure: Another rank failed or was lost.
+        """
+        with told_to_all(self.group, "a pipeline step"):
+            self._check_batches(batches)
+            self._loss = loss
+            inputs, targets = (torch.cat(list(parts)) for parts in zip(*batches, strict=True))
+            self._prepare(batches[0][0], arguments, autocast, has_backward=True)
+            losses: list[Tensor] = []
+            first, last = self.stages[0].is_first, self.plan.ranks[-1] == self.rank
+            self._schedule.step(
+                *((inputs,) if first else ()),
+                target=targets if last else None,
+                losses=losses if last else None,
+                return_outputs=False,
+                **arguments,
+            )
+            if self.tied_weight is not None:
+                self.tied_weight.add_gradients()
+            total = torch.stack([value.detach() for value in losses]).sum() if last else None
+            return self._tell_all(total)
+
+    @torch.no_grad()
+    def evaluate(
+        self, inputs: Tensor, targets: Tensor, loss: LossFunction, *, autocast: Autocast = nullcontext
+    ) -> Tensor:
+        """The loss of one batch, forward only; a scalar on every rank.
+
+        Args:
+            inputs: Token ids ``[B, T]``; any shape, the same on every rank.
+            targets: Likewise.
+            loss: From logits and targets to the mean loss.
+            autocast: Makes the context that stages run in.
+
+        Raises:
+            RankFailure: Another rank failed or was lost.
+        """
+        with told_to_all(self.group, "a pipeline evaluation"):
+            self._prepare(inputs, {}, autocast, has_backward=False)
+            output = None
+            sending: list[dist.Work] = []
+            for stage in self.stages:
+                stage.clear_runtime_states()
+                _wait(_start(stage.get_fwd_recv_ops(0)))
+                output = stage.forward_one_chunk(0, (inputs,), save_forward_output=False)
+                sending += _start(stage.get_fwd_send_ops(0))
+                if stage.next_hop is not None and stage.next_hop.is_local:
+                    self.stages[self.stages.index(stage) + 1].set_local_fwd_input(output, 0)
+            _wait(sending)
+            return self._tell_all(loss(output, targets) if isinstance(output, Tensor) else None)
+
+    def held_bytes(self, *, gradients: bool = True) -> int:
+        """Bytes of states, and of their gradients, that this rank holds now, each piece of memory once."""
+        tensors = [*self.store.tensors(), *(tensor for stage in self.stages for tensor in stage.held())]
+        if gradients:
+            tensors += [*self.store.gradients(), *(left for stage in self.stages for left in stage.held_gradients())]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    def _stage(self, part: StagePart, wrap: Callable[[StagePart], nn.Module] | None) -> CachedStage:
+        return CachedStage(
+            part if wrap is None else wrap(part),
+            self.plan,
+            part.stage,
+            store=self.store,
+            ledger=self.ledger,
+            device=self.device,
+            group=self.group,
+        )
+
+    def _part(self, model: Any, stage: int) -> StagePart:
+        return StagePart(model, self.plan, stage, reads_ahead=not self.kind.splits_backward).to(self.device)
+
+    def _check_split_backward(self) -> None:
+        """Refuse what cannot compute the gradients of weights apart from those of inputs."""
+        wrapped = any(isinstance(stage.submod, DistributedDataParallel) for stage in self.stages)
+        if self.kind.splits_backward and wrapped:
+            raise UnsupportedModelError(
+                f"the schedule {self.kind.name} computes the gradients of weights apart, past the hooks of "
+                "DistributedDataParallel; allowed: fully_shard, or a schedule without split backward passes"
+            )
+
+    def _share_of_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        assert self._loss is not None
+        return self._loss(output, target) / self.microbatches
+
+    def _check_batches(self, batches: Sequence[Batch]) -> None:
+        """Refuse micro-batches that differ, here or between ranks, before anything is sent."""
+        shapes = [tuple(map(tuple, (inputs.shape, targets.shape))) for inputs, targets in batches]
+        problem = ""
+        if len(batches) != self.microbatches:
+            problem = f"{len(batches)} micro-batches were given; allowed: {self.microbatches}"
+        elif len(set(shapes)) > 1:
+            other = next(index for index, shape in enumerate(shapes) if shape != shapes[0])
+            problem = (
+                f"micro-batch {other} has token ids {list(shapes[other][0])} and targets {list(shapes[other][1])}, "
+                f"micro-batch 0 {list(shapes[0][0])} and {list(shapes[0][1])}; allowed: one shape"
+            )
+        seen = [len(batches), *(shapes[0][0] if shapes else ()), -1 if problem else 0]
+        if not _all_equal(self.group, seen, self.device) or problem:
+            check_agreement(self.group, problem or f"{len(batches)} micro-batches of {seen[1:-1]}", wrong=bool(problem))
+
+    def _prepare(self, inputs: Tensor, arguments: dict[str, Any], autocast: Autocast, *, has_backward: bool) -> None:
+        """Make sure that each stage knows the shapes of what it will be sent."""
+        for part in self.parts:
+            part.autocast = autocast
+        for stage in self.stages:
+            stage.has_backward = has_backward
+        key = (tuple(inputs.shape), has_backward, self.parts[0].training, str(autocast))
+        if key not in self._learned:
+            first = {
+                name: value[: len(inputs)] if isinstance(value, Tensor) else value for name, value in arguments.items()
+            }
+            devices = [] if self.device.type == "cpu" else [self.device]
+            with torch.random.fork_rng(devices=devices, device_type=self.device.type if devices else "cuda"):
+                told: Any = None
+                for stage in self.stages:
+                    told = stage.learn(
+                        (inputs.to(self.device),) if stage.is_first else told, first, has_backward=has_backward
+                    )
+            for stage in self.stages:
+                stage._post_metadata_inference_cleanup()
+            self._learned[key] = [(stage.shapes, stage.next_shapes) for stage in self.stages]
+        for stage, (shapes, next_shapes) in zip(self.stages, self._learned[key], strict=True):
+            stage.shapes, stage.next_shapes = shapes, next_shapes
+
+    def _tell_all(self, value: Tensor | None) -> Tensor:
+        """A scalar that the rank of the last stage has, on every rank."""
+        shared = torch.zeros((), dtype=torch.float64, device=self.device) if value is None else value.double()
+        source = self.plan.ranks[-1]
+        dist.broadcast(shared, group=self.group, group_src=source)
+        return shared
+
+
+def check_agreement(group: dist.ProcessGroup | None, here: str, *, wrong: bool = False) -> None:
+    """Raise on every rank of a group unless all mean the same.
+
+    Args:
+        group: The ranks.
+        here: What this rank means.
+        wrong: Whether it is wrong in itself, whatever the others mean.
+
+    Raises:
+        ConfigError: Ranks differ; one line says which and how, the same on every rank.
+    """
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (here, wrong), group=group)
+    for rank, (text, is_wrong) in enumerate(told):
+        if is_wrong:
+            raise ConfigError(f"pipeline rank {rank}: {text}")
+    for rank, (text, _) in enumerate(told):
+        if text != told[0][0]:
+            raise ConfigError(
+                f"pipeline rank {rank} has [{text}], pipeline rank 0 has [{told[0][0]}]; allowed: the same on all"
+            )
+
+
+def _all_equal(group: dist.ProcessGroup | None, numbers: Sequence[int], device: torch.device) -> bool:
+    """Whether all ranks have the same numbers."""
+    room = torch.zeros(8, dtype=torch.int64, device=device)
+    room[: len(numbers)] = torch.tensor(numbers[:8])
+    pair = torch.stack([room, -room])
+    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+    return bool((pair[0] == -pair[1]).all())
+
+
+def _describe(plan: PipelinePlan) -> str:
+    stages = f"cut at {list(plan.cuts)}, stages on ranks {list(plan.ranks)}"
+    return f"{plan.num_sublayers} sublayers {stages}, cache {plan.cache}"
+
+
+def _start(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+    works = [
+        made.op(made.tensor, group=made.group, group_dst=made.group_peer)
+        if made.op is dist.isend
+        else made.op(made.tensor, group=made.group, group_src=made.group_peer)
+        for made in operations
+    ]
+    return [work for work in works if work is not None]
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
