@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -24,10 +25,12 @@ GRACE_SECONDS = 5.0
 class RankError(AssertionError):
     """A rank failed, or did not answer; holds what each rank said."""
 
-    def __init__(self, message: str, errors: dict[int, str]):
+    def __init__(self, message: str, errors: dict[int, str], results: dict[int, Any]):
         super().__init__(message)
         self.errors = errors
-        """Traceback by rank; a rank that gave no answer is absent."""
+        """Traceback by rank, of those that failed."""
+        self.results = results
+        """What the others returned; a rank that gave no answer is in neither."""
 
 
 class Processes:
@@ -44,6 +47,7 @@ class Processes:
         *arguments: Any,
         timeout: float = 120.0,
         group_seconds: float = GROUP_SECONDS,
+        grace_seconds: float = GRACE_SECONDS,
     ) -> list[Any]:
         """Call ``function(*arguments)`` on each of some ranks, with a default process group, and return the results.
 
@@ -55,13 +59,14 @@ class Processes:
             for rank, (_, connection) in enumerate(workers):
                 place = (rank, world_size, str(Path(folder) / "store"), group_seconds)
                 connection.send((function, arguments, place))
-            answers = self._collect([connection for _, connection in workers], timeout)
+            answers = self._collect([connection for _, connection in workers], timeout, grace_seconds)
         errors = {rank: text for rank, (kind, text) in answers.items() if kind == "error"}
         missing = [rank for rank in range(world_size) if rank not in answers]
         if errors or missing:
             self.stop()
             texts = "\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items()))
-            raise RankError(f"{function.__name__}: no answer from ranks {missing}\n{texts}", errors)
+            results = {rank: result for rank, (kind, result) in answers.items() if kind == "ok"}
+            raise RankError(f"{function.__name__}: no answer from ranks {missing}\n{texts}", errors, results)
         return [answers[rank][1] for rank in range(world_size)]
 
     def stop(self) -> None:
@@ -83,7 +88,7 @@ class Processes:
         return self._workers
 
     @staticmethod
-    def _collect(connections: list[Connection], timeout: float) -> dict[int, tuple[str, Any]]:
+    def _collect(connections: list[Connection], timeout: float, grace: float) -> dict[int, tuple[str, Any]]:
         answers: dict[int, tuple[str, Any]] = {}
         end = time.monotonic() + timeout
         while len(answers) < len(connections) and time.monotonic() < end:
@@ -95,13 +100,14 @@ class Processes:
                 except EOFError:
                     answers[rank] = ("error", "the process ended")
                 if answers[rank][0] == "error":
-                    end = min(end, time.monotonic() + GRACE_SECONDS)
+                    end = min(end, time.monotonic() + grace)
         return answers
 
 
 def _work(connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.simplefilter("error")  # as in the tests' own process
     import torch
 
     torch.set_num_threads(1)

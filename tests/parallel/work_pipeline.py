@@ -2,15 +2,21 @@
 
 import contextlib
 import gc
+import os
+import signal
+import time
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import LlamaConfig
 
+from attnres.errors import AttnResError
 from attnres.models import build
 from attnres.optim.groups import freeze_base
 from attnres.parallel.part import StagePart
@@ -162,9 +168,14 @@ def routed_step(parts: Sequence[StagePart], plan: PipelinePlan, case: Case, step
 
 def routed(case: Case, ranks: int) -> tuple[list[StagePart], PipelinePlan]:
     """The stages of a pipeline, all in this process."""
-    plan = plan_pipeline(
+    plan, model = plan_of(case, ranks), small_model(case)
+    return [StagePart(model, plan, stage) for stage in range(plan.num_stages)], plan
+
+
+def plan_of(case: Case, ranks: int) -> PipelinePlan:
+    return plan_pipeline(
         case.strategy,
-        small_model(case).base_model.residual.num_sublayers,
+        2 * case.layers,
         DIM,
         ranks=ranks,
         virtual=case.virtual,
@@ -172,8 +183,6 @@ def routed(case: Case, ranks: int) -> tuple[list[StagePart], PipelinePlan]:
         cache=case.cache,  # pyright: ignore[reportArgumentType]
         placement=schedule_kind(case.schedule).placement,
     )
-    model = small_model(case)
-    return [StagePart(model, plan, stage) for stage in range(plan.num_stages)], plan
 
 
 def pipeline_step(case: Case) -> dict[str, Any]:
@@ -208,8 +217,8 @@ def weights(modules: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     return {name: value.detach() for module in modules for name, value in module.named_parameters()}
 
 
-def live_tensors(case: Case, steps: int) -> list[int]:
-    """How many tensors, and how many bytes of them, the process has after each step."""
+def live_tensors(case: Case, steps: int) -> list[tuple[int, int]]:
+    """How many tensors, and how many bytes of them, the process has after some of the steps."""
     pipeline = make_pipeline(case)
     counts = []
     for step in range(steps):
@@ -217,9 +226,10 @@ def live_tensors(case: Case, steps: int) -> list[int]:
         for module in pipeline.modules:
             module.zero_grad()
         pipeline.ledger.clear()
-        gc.collect()
-        found = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
-        counts.append((len(found), sum(t.untyped_storage().nbytes() for t in found)))
+        if step % 15 == 4:
+            gc.collect()
+            found = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+            counts.append((len(found), sum(t.untyped_storage().nbytes() for t in found)))
     return counts
 
 
@@ -272,3 +282,83 @@ def evaluate(case: Case, rows: Sequence[int]) -> list[torch.Tensor]:
 def evaluation_batch(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(0, VOCAB, (count, TOKENS + 3), generator=torch.Generator().manual_seed(5))
     return ids[:, :-1], ids[:, 1:]
+
+
+def step_with_transfers_watched(case: Case) -> dict[str, Any]:
+    """The ledger's rows, and how many bytes the schedule itself was given to send."""
+    from torch.distributed.pipelining import schedules
+
+    sent = 0
+    original = schedules._batch_p2p
+
+    def watched(operations: Any, desc: str | None = None) -> Any:
+        nonlocal sent
+        sent += sum(o.tensor.numel() * o.tensor.element_size() for o in operations if o.op is dist.isend)
+        return original(operations, desc)
+
+    with mock.patch.object(schedules, "_batch_p2p", watched):
+        pipeline = make_pipeline(case)
+        pipeline.step(batches(case), cross_entropy)
+    return {"rows": list(pipeline.ledger.rows), "sent": sent}
+
+
+def disagree(changed: Case, at: int) -> str:
+    """Build a pipeline that one rank has other settings for; what this rank is told."""
+    return told(lambda: make_pipeline(changed if dist.get_rank() == at else Case()))
+
+
+def odd_batches(at: int, how: str) -> str:
+    """A step in which one rank is given other micro-batches; what this rank is told."""
+    case = Case()
+    pipeline = make_pipeline(case)
+    given = batches(case)
+    pipeline.step(given, cross_entropy)
+    if dist.get_rank() == at:
+        inputs, targets = given[1]
+        if how == "one shorter":
+            given[1] = (inputs[:, :-1], targets[:, :-1])
+        elif how == "all shorter":
+            given = [(a[:, :-1], b[:, :-1]) for a, b in given]
+        else:
+            given = given[:-1]
+    message = told(lambda: pipeline.step(given, cross_entropy))
+    assert pipeline.step(batches(case), cross_entropy).isfinite()  # and the pipeline still works
+    return message
+
+
+def failing_loss(at: int) -> str:
+    """A step in which something of the user's own raises on one rank."""
+    case = Case()
+    pipeline = make_pipeline(case)
+    pipeline.step(batches(case), cross_entropy)
+    if dist.get_rank() == at:
+        pipeline.stages[0].submod.register_forward_pre_hook(_raise)
+    return told(lambda: pipeline.step(batches(case), cross_entropy))
+
+
+def _raise(*_: Any) -> None:
+    raise ValueError("no such token\nat all")
+
+
+def lost_rank(at: int, how: str) -> str:
+    """A step in which one rank ends, or says nothing any more."""
+    case = Case()
+    pipeline = make_pipeline(case)
+    pipeline.step(batches(case), cross_entropy)
+    if dist.get_rank() == at:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    began = time.monotonic()
+    message = told(lambda: pipeline.step(batches(case), cross_entropy))
+    return f"{message} [{time.monotonic() - began:.0f} s]"
+
+
+def told(action: Any) -> str:
+    try:
+        action()
+    except AttnResError as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001  # what a user's own code raises
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -1,0 +1,470 @@
+"""Tensor parallelism with the tokens divided between sublayers: one decoder, in place, over one dimension of a mesh.
+
+The weights of attention and MLP are cut by PyTorch's own `ColwiseParallel` and `RowwiseParallel`, which of them how by
+the model's own plan in Transformers. The sum of the row-parallel outputs is handed out by tokens; update of the partial
+sum, depth attention (the merge of phase 2 included) and the sublayer's norm run on the rank's own tokens; then all
+tokens are put together before the next column-parallel weights (paper, section 4.2). So the sources of a token are on
+one rank only, a part ``1 / ranks`` of them on each, and nothing of the work between sublayers is done twice.
+
+Everything is hooks on the modules that are there: masks, positions, caches and the model's own forward see all tokens.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from attnres.errors import ConfigError, ShapeError, UnsupportedModelError
+from attnres.models.convert import converted_base
+from attnres.models.families import Family
+from attnres.models.install import family_of_converted
+from attnres.parallel.bank import own_tokens
+from attnres.parallel.sequence import TOKENS, GatherTokens, ReplicatedGradients, ScatterSum, TakeOwn, own_part
+from attnres.residual.rivals.hybrid_norm import ProjectionNormSite
+
+Logits = Literal["all", "own"]
+
+SPLIT_HEADS, WHOLE_HEADS = "colwise", "colwise_gather_output"
+ROWS = ("rowwise", "rowwise_split_input")
+PART_OF_GRADIENT = "replicated_with_grad_allreduce"
+STYLES = (SPLIT_HEADS, WHOLE_HEADS, *ROWS, PART_OF_GRADIENT)
+"""Words of Transformers' plans that are understood between a read and a write."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sublayer:
+    """One attention or MLP with the words of the plan for its modules."""
+
+    name: str
+    module: nn.Module
+    is_attention: bool
+    styles: Mapping[str, str]
+    """By full name of a module with parameters, those that the plan names."""
+    unnamed: tuple[str, ...]
+    """Modules with parameters that the plan does not name."""
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether every rank computes all of what is between the projections (norms on queries over all heads, say)."""
+        columns = [style for style in self.styles.values() if style.startswith("colwise")]
+        return all(style == WHOLE_HEADS for style in columns)
+
+
+class TensorParallel:
+    """A parallelized model's handle: own tokens, and what is to be done between backward and optimizer step.
+
+    `parallelize` makes it.
+    """
+
+    def __init__(self, model: Any, mesh: DeviceMesh, gradients: ReplicatedGradients):
+        self.model, self.mesh = model, mesh
+        self.gradients = gradients
+        """Of the replicated parameters that see own tokens or own heads only."""
+
+    def own(self, value: Tensor, dim: int = TOKENS) -> Tensor:
+        """The rank's own tokens of a tensor with all of them along ``dim``, such as labels."""
+        return own_part(value, self.mesh.get_group(), dim)
+
+    def sum_gradients(self) -> None:
+        """Complete the gradients after the last backward pass of a step; asked again, it does nothing.
+
+        Every rank has to call it. It comes before clipping and before the step.
+        """
+        self.gradients.sum()
+
+    def before_each_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer complete the gradients before each step, for loops that have nothing to do in between."""
+        self.gradients.before_each_step(optimizer)
+
+    def optimizer_groups(self, groups: Iterable[Any] | None = None) -> list[dict[str, Any]]:
+        """Parameter groups for an optimizer that takes a group in one pass (``foreach`` or ``fused``).
+
+        PyTorch refuses a pass over divided and whole parameters together, so each group becomes one of each kind.
+
+        Args:
+            groups: As an optimizer takes them; parameters, or groups with settings. None: all that learn.
+        """
+        every = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        given = list(every if groups is None else groups)
+        dicts = [group for group in given if isinstance(group, dict)] or [{"params": given}]
+        return [
+            {**group, "params": chosen}
+            for group in dicts
+            for kind in (False, True)
+            if (chosen := [part for part in group["params"] if isinstance(part, DTensor) is kind])
+        ]
+
+    @torch.no_grad()
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Completes the gradients first. What every rank has whole counts once, what is divided counts on every rank.
+
+        Returns:
+            The norm before, the same on every rank.
+        """
+        self.sum_gradients()
+        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        whole = [_local(grad) for grad in grads if not _is_divided(grad)]
+        divided = _squares([_local(grad) for grad in grads if _is_divided(grad)], whole)
+        dist.all_reduce(divided, group=self.mesh.get_group())
+        norm = (divided + _squares(whole, whole)).sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            _local(grad).mul_(factor.to(grad.dtype))
+        return norm
+
+
+def parallelize(model: Any, mesh: DeviceMesh, *, logits: Logits = "all") -> TensorParallel:
+    """Divide a converted decoder over one dimension of a mesh, in place: its weights by columns, its sources by tokens.
+
+    The weights of rank 0 are everybody's afterwards. All ranks are given the same batch, and call forward and backward
+    alike. Before each optimizer step, gradients of pseudo-queries, key weights and norms have to be completed, by
+    `TensorParallel.sum_gradients` or `TensorParallel.before_each_step`.
+
+    Logits, caches and `generate` are as of the whole model. Hidden states that are recorded on the way are of own
+    tokens. The model's own forward keeps the embedding of all its tokens until it returns, one tensor beside the
+    sources.
+
+    Where dropout is on, it has to draw alike on all ranks for what they compute alike (embedding; attention of families
+    whose plan gathers the projections), so seed the ranks alike.
+
+    Args:
+        model: From `attnres.models.convert` or `attnres.models.build`, in any floating dtype.
+        mesh: Of one dimension, such as ``mesh["tensor"]``.
+        logits: ``"all"``: every rank returns the logits of all tokens, and its loss is the model's. ``"own"``: each
+            rank returns those of its own tokens, `TensorParallel.own` cuts labels alike, and what is learned is the sum
+            of the ranks' losses.
+
+    Raises:
+        ConfigError: The mesh has several dimensions, ``logits`` is unknown, or the ranks do not divide the heads or
+            another width that is cut.
+        UnsupportedModelError: The model is not converted or parallelized already, its family has no plan that covers
+            all weights between read and write, or its strategy looks at other tokens.
+    """
+    base = converted_base(model)
+    family = family_of_converted(base)
+    ranks = _check(base, mesh, logits)
+    sublayers = list(_sublayers(base, family))
+    for sublayer in sublayers:
+        _check_covered(sublayer, family)
+    _check_hybrid(base, sublayers)
+    divided_head = _divided_head(model, ranks) if logits == "all" else None
+    _check_divides(base, sublayers, ranks)
+    partial = _partial_parameters(base, family, sublayers)
+    if logits == "own":
+        partial += _vocabulary_parameters(model)
+    for sublayer in sublayers:
+        _divide(sublayer, mesh)
+    if divided_head is not None:
+        parallelize_module(divided_head, mesh, ColwiseParallel(output_layouts=Replicate()))
+    group = mesh.get_group()
+    _copy_from_first(model, group)
+    _Tokens(mesh, logits).connect(model, base, family, sublayers)
+    base._attnres_tensor_ranks = ranks
+    return TensorParallel(model, mesh, ReplicatedGradients(partial, group))
+
+
+class _GiveWhole(torch.autograd.Function):
+    """All tokens as a replicated tensor of the mesh, for column-parallel weights.
+
+    Each rank finds the part of the gradient that its columns make. `DTensor.from_local` would add the parts up for
+    all tokens on all ranks, once for each weight; here they stay parts, and are added up by tokens, once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, mesh: DeviceMesh) -> DTensor:
+        del ctx
+        return DTensor.from_local(whole, mesh, [Replicate()])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del ctx
+        assert grad.placements[0].is_partial()
+        return grad.to_local(), None
+
+
+class _Tokens:
+    """The hooks that take tokens apart and put them together again."""
+
+    def __init__(self, mesh: DeviceMesh, logits: Logits):
+        self._mesh, self._group, self._logits = mesh, mesh.get_group(), logits
+        self._tokens = 0
+        self._ends_run = False  # whether the final norm is given a state, not hidden states to be looked at
+
+    def connect(self, model: Any, base: Any, family: Family, sublayers: list[_Sublayer]) -> None:
+        """Register the hooks."""
+        getattr(base, family.layers)[0].register_forward_pre_hook(self._start, with_kwargs=True)
+        for sublayer in sublayers:
+            sublayer.module.register_forward_pre_hook(self._gather, with_kwargs=True)
+            for name, style in sublayer.styles.items():
+                if style in ROWS:
+                    base.get_submodule(name).register_forward_hook(self._hand_out)
+        norm = getattr(base, family.norm)
+        norm.register_forward_pre_hook(self._note_end, prepend=True)
+        norm.register_forward_hook(self._finish)
+        if self._logits == "own":
+            model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
+
+    def _start(self, layer: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Begin with the own tokens of the embedding."""
+        del layer
+        embedding: Tensor = positional[0]
+        self._tokens = embedding.shape[TOKENS]
+        if self._logits == "all":
+            own = TakeOwn.apply(embedding, self._group)
+        else:
+            own = own_part(embedding, self._group).clone(memory_format=torch.contiguous_format)
+        return (own, *positional[1:]), named
+
+    def _gather(self, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Give a sublayer all tokens; what the column-parallel weights find as gradient is their rank's part of it."""
+        del module
+        tokens = self._count(named)
+        hidden: Tensor = named["hidden_states"] if "hidden_states" in named else positional[0]
+        self._check_own(hidden, tokens)
+        whole = GatherTokens.apply(hidden, tokens, self._group, True)
+        given = _GiveWhole.apply(whole, self._mesh)
+        if "hidden_states" in named:
+            return positional, named | {"hidden_states": given}
+        return (given, *positional[1:]), named
+
+    def _hand_out(self, module: nn.Module, positional: Any, output: Tensor) -> Any:
+        """Sum the row-parallel outputs, to each rank those of its tokens."""
+        del module, positional
+        return ScatterSum.apply(output, self._group)
+
+    def _note_end(self, norm: nn.Module, positional: tuple[Any, ...]) -> None:
+        del norm
+        self._ends_run = not isinstance(positional[0], Tensor)
+
+    def _finish(self, norm: nn.Module, positional: Any, output: Tensor) -> Any:
+        """Put the model's result together."""
+        del norm, positional
+        if self._logits == "own" or not self._ends_run:
+            return output
+        return GatherTokens.apply(output, self._tokens, self._group, False)
+
+    def _count(self, named: Mapping[str, Any]) -> int:
+        """Tokens of the forward at hand, from an attention's own arguments.
+
+        Under activation checkpointing a layer runs again when another batch has been seen since.
+        """
+        positions = named.get("position_ids")
+        if positions is not None:
+            self._tokens = positions.shape[-1]
+        return self._tokens
+
+    def _check_own(self, hidden: Tensor, tokens: int) -> None:
+        ranks, rank = self._mesh.size(), self._mesh.get_local_rank()
+        own = len(own_tokens(tokens, tensor_ranks=ranks, rank=rank))
+        if hidden.shape[TOKENS] != own:
+            raise ShapeError(
+                f"rank {rank} of {ranks} has {hidden.shape[TOKENS]} tokens before a sublayer; of {tokens} it owns {own}"
+            )
+
+
+def _check(base: Any, mesh: DeviceMesh, logits: Logits) -> int:
+    if mesh.ndim != 1:
+        raise ConfigError(
+            f'the mesh has {mesh.ndim} dimensions ({mesh.mesh_dim_names}); allowed is one: mesh["tensor"]'
+        )
+    if logits not in ("all", "own"):
+        raise ConfigError(f'logits is {logits!r}; allowed are "all" and "own"')
+    if hasattr(base, "_attnres_tensor_ranks"):
+        raise UnsupportedModelError(f"{type(base).__name__} is divided over {base._attnres_tensor_ranks} ranks already")
+    strategy = base.residual.strategy
+    if strategy.crosses_tokens:
+        raise UnsupportedModelError(
+            f"{strategy.label} looks at other tokens, which other ranks have; allowed are strategies whose state is "
+            "per token, such as Full and Block AttnRes"
+        )
+    return mesh.size()
+
+
+def _sublayers(base: Any, family: Family) -> Iterator[_Sublayer]:
+    plan = getattr(base.config, "base_model_tp_plan", None)
+    if not plan:
+        raise UnsupportedModelError(f"{family.name} has no tensor-parallel plan in Transformers")
+    for index, layer in enumerate(getattr(base, family.layers)):
+        for part in (family.attention, family.mlp):
+            name = f"{family.layers}.{index}.{part.module}"
+            module = getattr(layer, part.module)
+            owners = [
+                f"{name}.{child}".rstrip(".")
+                for child, owner in module.named_modules()
+                if any(True for _ in owner.parameters(recurse=False))
+            ]
+            styles = {owner: plan.get(_in_plan(owner)) for owner in owners}
+            yield _Sublayer(
+                name=name,
+                module=module,
+                is_attention=part is family.attention,
+                styles={owner: style for owner, style in styles.items() if style is not None},
+                unnamed=tuple(owner for owner, style in styles.items() if style is None),
+            )
+
+
+def _in_plan(name: str) -> str:
+    """A module's name as plans write it, with a star for the number of its layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _check_covered(sublayer: _Sublayer, family: Family) -> None:
+    """Refuse a sublayer in which the plan leaves open what happens to a weight."""
+    unknown = [f"{name} ({style})" for name, style in sublayer.styles.items() if style not in STYLES]
+    if unknown:
+        raise UnsupportedModelError(
+            f"{family.name}: the tensor-parallel plan has {unknown[0]}; allowed are {', '.join(STYLES)}"
+        )
+    rows = [name for name, style in sublayer.styles.items() if style in ROWS]
+    if len(rows) != 1 or (sublayer.unnamed and not sublayer.keeps_whole):
+        left = ", ".join(sublayer.unnamed) or sublayer.name
+        raise UnsupportedModelError(
+            f"{family.name}: the tensor-parallel plan does not cover {left}; allowed are families whose plan covers "
+            "all weights between read and write, such as Llama and Qwen3"
+        )
+    for name, style in sublayer.styles.items():
+        module = sublayer.module.get_submodule(name.removeprefix(sublayer.name).lstrip("."))
+        if style != PART_OF_GRADIENT and not isinstance(module, nn.Linear):
+            raise UnsupportedModelError(
+                f"{family.name}: {name} is a {type(module).__name__}, which is not cut; allowed is Linear"
+            )
+
+
+def _check_hybrid(base: Any, sublayers: list[_Sublayer]) -> None:
+    normed = any(isinstance(site, ProjectionNormSite) for site in base.residual.sites)
+    if normed and any(sublayer.keeps_whole for sublayer in sublayers if sublayer.is_attention):
+        raise UnsupportedModelError(
+            f"{base.residual.strategy.label} puts norms on the projections, which this family's plan gathers; allowed "
+            "are families whose plan divides the heads, such as Llama and Qwen3"
+        )
+
+
+def _check_divides(base: Any, sublayers: list[_Sublayer], ranks: int) -> None:
+    """Refuse a number of ranks that does not divide what is cut."""
+    config, widths = base.config, {}
+    if any(sublayer.is_attention and not sublayer.keeps_whole for sublayer in sublayers):
+        heads = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+        widths |= {name: count for name, count in heads.items() if isinstance(count, int)}
+    for sublayer in sublayers:
+        for name, style in sublayer.styles.items():
+            module = base.get_submodule(name)
+            if isinstance(module, nn.Linear):
+                is_row = style in ROWS
+                widths[f"{name}.{'in' if is_row else 'out'}_features"] = (
+                    module.in_features if is_row else module.out_features
+                )
+    common = math.gcd(*widths.values())
+    for name, width in widths.items():
+        if width % ranks:
+            fitting = ", ".join(str(count) for count in range(1, common + 1) if common % count == 0)
+            raise ConfigError(f"{name} is {width}, which {ranks} tensor ranks do not divide; allowed here: {fitting}")
+
+
+def _divided_head(model: Any, ranks: int) -> nn.Module | None:
+    """The head, if the plan cuts it and it is nobody else's weight."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.weight is model.get_input_embeddings().weight:
+        return None
+    plan = getattr(type(model), "_tp_plan", None) or {}
+    names = [name for name, module in model.named_modules() if module is head]
+    return head if plan.get(names[0]) == WHOLE_HEADS and head.out_features % ranks == 0 else None
+
+
+def _partial_parameters(base: Any, family: Family, sublayers: list[_Sublayer]) -> list[tuple[nn.Module, str]]:
+    """What every rank has whole, and learns of from its own tokens or heads only."""
+    modules = [*base.residual.modules(), getattr(base, family.norm)]
+    for layer in getattr(base, family.layers):
+        for part in (family.attention, family.mlp):
+            modules += [getattr(layer, name) for name in (part.norm, part.output_norm) if name is not None]
+    for sublayer in sublayers:
+        modules += [base.get_submodule(name) for name, style in sublayer.styles.items() if style == PART_OF_GRADIENT]
+    return _unique_parameters(modules)
+
+
+def _vocabulary_parameters(model: Any) -> list[tuple[nn.Module, str]]:
+    """Embedding and head, which see own tokens only where the logits are of these."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return _unique_parameters([module for module in ends if module is not None])
+
+
+def _unique_parameters(modules: list[nn.Module]) -> list[tuple[nn.Module, str]]:
+    places = {
+        id(parameter): (module, name)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    return list(places.values())
+
+
+def _divide(sublayer: _Sublayer, mesh: DeviceMesh) -> None:
+    """Cut a sublayer's weights."""
+    for name, style in sublayer.styles.items():
+        if style == PART_OF_GRADIENT:
+            continue
+        module = sublayer.module.get_submodule(name.removeprefix(sublayer.name).lstrip("."))
+        before = dict(module._forward_hooks)
+        parallelize_module(module, mesh, _style(style))
+        for key, hook in before.items():  # what looks at an output is to see the local tensor, so it comes last
+            del module._forward_hooks[key]
+            module._forward_hooks[key] = hook
+
+
+def _style(word: str) -> ParallelStyle:
+    styles: dict[str, ParallelStyle] = {
+        SPLIT_HEADS: ColwiseParallel(),
+        WHOLE_HEADS: ColwiseParallel(output_layouts=Replicate()),
+        "rowwise": RowwiseParallel(output_layouts=Partial()),
+        "rowwise_split_input": RowwiseParallel(input_layouts=Replicate(), output_layouts=Partial()),
+    }
+    return styles[word]
+
+
+@torch.no_grad()
+def _copy_from_first(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give every rank the first one's replicated parameters and buffers."""
+    source = dist.get_global_rank(group, 0)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not isinstance(tensor, DTensor) and not tensor.is_meta:
+            dist.broadcast(tensor.data, source, group=group)
+
+
+def _refuse_labels(model: nn.Module, positional: Any, named: Mapping[str, Any]) -> None:
+    del model, positional
+    for name in ("labels", "logits_to_keep"):
+        if named.get(name) is not None and not isinstance(named[name], int):
+            raise ConfigError(f'{name} is given, but logits="own" are of a part of the tokens; allowed with "all"')
+        if isinstance(named.get(name), int) and named[name]:
+            raise ConfigError(
+                f'{name} is {named[name]}, but logits="own" are of a part of the tokens; allowed with "all"'
+            )
+
+
+def _is_divided(grad: Tensor) -> bool:
+    return isinstance(grad, DTensor) and any(isinstance(placement, Shard) for placement in grad.placements)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _squares(grads: list[Tensor], others: list[Tensor]) -> Tensor:
+    """Sum of squares, in float32 or float64."""
+    some = [*grads, *others]
+    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in some) else torch.float32
+    total = torch.zeros((), dtype=dtype, device=some[0].device)
+    for grad in grads:
+        total = total + grad.to(dtype).square().sum()
+    return total
