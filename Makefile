@@ -31,6 +31,7 @@ bench: $(VENV)/.dev
 	$(BIN)/attnres bench overhead --csv benchmarks/results/overhead.csv
 	$(BIN)/attnres bench memory --csv benchmarks/results/memory.csv
 	$(BIN)/attnres bench inference --csv benchmarks/results/inference.csv
+	$(BIN)/attnres bench pipeline --csv benchmarks/results/pipeline.csv
 	$(BIN)/attnres bench tables --page docs/performance.md
 
 docs: $(VENV)/.docs

@@ -84,7 +84,7 @@ def test_help_names_every_command_and_each_has_its_own(capsys):
     assert capsys.readouterr().out == f"attnres {attnres.__version__}\n"
 
 
-@pytest.mark.parametrize("name", ["op", "phases", "overhead", "memory", "inference"])
+@pytest.mark.parametrize("name", ["op", "phases", "overhead", "memory", "inference", "pipeline"])
 def test_every_benchmark_runs_small_and_writes_its_file(name, tmp_path, capsys):
     csv, figure = tmp_path / f"{name}.csv", tmp_path / "depth.svg"
     more = ["--figure", str(figure)] if name == "phases" else []
@@ -119,6 +119,7 @@ def test_each_benchmark_has_help_with_its_real_defaults(capsys):
         "overhead": "512",
         "memory": "32",
         "inference": "2048",
+        "pipeline": "256",
     }.items():
         with pytest.raises(SystemExit) as stop:
             main(["bench", name, "--help"])
@@ -278,7 +279,7 @@ BAD = {
     "schedule settings": (["schedule", "--layers", "2", "--residual", "full", "--sublayers-per-block", "2"],
                           r"residual is 'full' and sublayers-per-block is 2; allowed: .* with block only"),
     "benchmark": (["bench", "nothing"], r"benchmark is 'nothing'; allowed: op, .*, inference, tables"),
-    "no benchmark": (["bench"], r"benchmark is missing; allowed: op, phases, overhead, memory, inference, tables"),
+    "no benchmark": (["bench"], r"benchmark is missing; allowed: op, phases, overhead, memory, inference, pipeline, tables"),
     "benchmark shape": (["bench", "op", "--shapes", "9x0x512"], r"tokens is 0; allowed: 1 or more"),
     "benchmark shape word": (["bench", "op", "--shapes", "large"], r"shape is 'large'; allowed: SOURCESxTOKENSxDIM"),
     "benchmark rounds": (["bench", "op", "--rounds", "0"], r"rounds is 0; allowed: 1 or more"),

@@ -188,10 +188,38 @@ def _memory(rows: Rows) -> str:
     return f"{kept}\n\n{peak}"
 
 
+def _pipeline(rows: Rows) -> str:
+    names = {"off": "off", "received": "what it received (the paper)", "all": "also what it made"}
+    lines = [
+        [
+            row["virtual"],
+            names[row["cache"]],
+            f"{int(row['block_bytes']) / 2**20:.1f} ({int(row['block_bytes']) / int(row['formula_bytes']):.3f})",
+            f"{int(row['forward_bytes']) / 2**20:.1f}",
+            f"{int(row['backward_bytes']) / 2**20:.1f}",
+            f"{int(row['largest_hop_bytes']) / 2**20:.2f}",
+            f"{int(row['held_bytes']) / 2**20:.1f}",
+            f"{float(row['median_ms']):.0f}",
+            f"{float(row['ratio_to_off']):.3f} [{float(row['ratio_low']):.3f}, {float(row['ratio_high']):.3f}]",
+        ]
+        for row in _last_run(rows)
+    ]
+    header = [
+        "V",
+        "a rank keeps",
+        "block sums, MiB (over the formula)",
+        "forward, MiB",
+        "backward, MiB",
+        "largest hop, MiB",
+    ]
+    return _markdown([*header, "held, MiB", "step, ms", "ratio to off [quartiles]"], lines, _last_run(rows))
+
+
 _TABLES: dict[str, Callable[[Rows], str]] = {
     "op": _op,
     "phases": _phases,
     "overhead": _overhead,
     "memory": _memory,
     "inference": _inference,
+    "pipeline": _pipeline,
 }

@@ -319,6 +319,66 @@ def _inference(small: bool) -> Callable[..., None]:
     return inference
 
 
+def _pipeline(small: bool) -> Callable[..., None]:
+    def pipeline(
+        *,
+        ranks: int = 2 if small else 4,
+        virtual: tuple[int, ...] = (1, 2) if small else (1, 2, 3),
+        microbatches: int = 4 if small else 8,
+        layers: int = 4 if small else 24,
+        dim: int = 32 if small else 256,
+        head_dim: int = 16 if small else 64,
+        vocab: int = 64 if small else 2048,
+        blocks: int = 4 if small else 24,
+        rows: int = 1 if small else 2,
+        context: int = 8 if small else 256,
+        rounds: int = 3 if small else 12,
+        csv: Path | None = None,
+        quick: bool = small,
+    ) -> None:
+        """Time training steps of a pipeline on processes of this machine, with its cross-stage cache and without.
+
+        Takes about ten minutes on two cores. Run it on an idle machine.
+
+        Args:
+            ranks: Processes, one for each rank of the pipeline.
+            virtual: Stages on each rank, one benchmark after the other.
+            microbatches: Micro-batches of a step.
+            layers: Decoder layers.
+            dim: Width D.
+            head_dim: Width of a head.
+            vocab: Token ids.
+            blocks: Blocks of Block AttnRes; as many in each stage.
+            rows: Sequences of a micro-batch.
+            context: Tokens of a sequence.
+            rounds: Timed rounds; each visits every arm.
+            csv: File to append the rows to.
+            quick: Small sizes, to see that it runs.
+        """
+        import torch
+
+        from attnres.bench.models import ModelShape
+        from attnres.bench.pipeline import PipelineBench, PipelineRow, measure
+
+        benches = [
+            PipelineBench(
+                shape=ModelShape(layers=layers, dim=dim, head_dim=head_dim, vocab=vocab, blocks=blocks),
+                ranks=ranks,
+                virtual=stages,
+                microbatches=microbatches,
+                rows=rows,
+                context=context,
+                rounds=rounds,
+            )
+            for stages in virtual
+        ]
+        measured = (row for bench in benches for row in measure(bench))
+        rows_measured, machine = _collect(measured, PipelineRow, torch.device("cpu"), csv)
+        _show("pipeline", rows_measured, machine, by=("ranks", "virtual"))
+
+    return pipeline
+
+
 def _tables(small: bool) -> Callable[..., None]:
     del small
 
@@ -345,6 +405,7 @@ _BENCHMARKS: dict[str, tuple[Callable[[bool], Callable[..., None]], str]] = {
     "overhead": (_overhead, "whole model: training step, prefill, decoding"),
     "memory": (_memory, "what a read keeps, and the peak of a training step"),
     "inference": (_inference, "whole model: first and next token, whole and in chunks, eager and compiled"),
+    "pipeline": (_pipeline, "a pipeline of processes: bytes, memory and time with the cross-stage cache and without"),
     "tables": (_tables, "the last results as Markdown"),
 }
 
@@ -354,7 +415,7 @@ def _overview() -> str:
     lines = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in _BENCHMARKS.items())
     return (
         f"usage: attnres bench BENCHMARK [OPTIONS]\n\nbenchmarks:\n{lines}\n\n"
-        "The five measurements with their defaults take about 45 minutes on two cores; --quick shows that they run.\n"
+        "The six measurements with their defaults take about an hour on two cores; --quick shows that they run.\n"
         "See attnres bench BENCHMARK --help."
     )
 
