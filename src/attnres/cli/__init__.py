@@ -1,7 +1,8 @@
 """The command line: ``attnres COMMAND``, one thin file per command.
 
 A command's module is imported only when it runs, so ``attnres --help`` is quick. A mistake of the user's ends in one
-line on standard error and exit status 2; anything else keeps its traceback.
+line on standard error and exit status 2; anything else keeps its traceback. Of several processes that torchrun started
+rank 0 speaks for all; that another rank was lost each says for itself, with exit status 1.
 """
 
 import errno
@@ -25,6 +26,7 @@ COMMANDS = {
     "export": "make a Hugging Face folder of a run, or one of theirs of ours",
     "strategies": "list every residual strategy with its rule and what it costs",
     "schedule": "print which sources each site reads",
+    "plan": "say what a run on many accelerators will cost: memory, traffic, step time",
     "data": "prepare text for training",
     "bench": "measure speed and memory: one read, all reads, whole models, inference",
     "conformance": "check any implementation against the definition",
@@ -51,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         importlib.import_module(f"attnres.cli.{MODULES.get(name, name)}").main(rest)
     except AttnResError as error:
-        _fail(str(error))
+        is_lost = type(error).__name__ == "RankFailure"
+        _fail(str(error), status=1 if is_lost else 2, aloud=is_lost)
     except BrokenPipeError:
         sys.stderr.close()  # the reader, such as `head`, has had enough
     except OSError as error:
@@ -63,9 +66,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(130) from None
 
 
-def _fail(message: str) -> None:
-    print(f"attnres: error: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
+def _fail(message: str, *, status: int = 2, aloud: bool = False) -> None:
+    if aloud or os.environ.get("RANK", "0") == "0":
+        print(f"attnres: error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(status)
 
 
 def _overview() -> str:
