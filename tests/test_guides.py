@@ -1,5 +1,6 @@
-"""The guides on conversion and inference keep their word: their blocks and commands run in order, in one folder."""
+"""The guides keep their word: their blocks and commands run in order, in one folder."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -29,6 +30,30 @@ def test_every_block_of_a_guide_runs_in_order(guide, tmp_path, monkeypatch):
             program, *words = shlex.split(line)
             assert program == "attnres", line
             main(words)
+
+
+@pytest.mark.slow
+def test_the_guide_to_several_devices_runs_in_order(tmp_path):
+    guide = ROOT / "docs" / "guides" / "distributed.md"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    programs = {"torchrun": ["-m", "torch.distributed.run"], "attnres": ["-m", "attnres"]}
+    printed = ""
+    for block in code_blocks(guide, "python", "sh"):
+        if block.language == "python":  # a script, which the next command runs on several processes
+            name = block.text.partition("\n")[0].removeprefix("# ")
+            (tmp_path / name).write_text(block.text)
+            continue
+        for line in commands(block):
+            program, *words = shlex.split(line)
+            command = [sys.executable, *programs[program], *words]
+            done = subprocess.run(
+                command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=240
+            )
+            assert done.returncode == 0, f"{line}\n{done.stderr[-1500:]}"
+            printed += done.stdout
+    assert "rank 1: sent 196,608 bytes, holds 0" in printed
+    assert "rank 1: 17 tokens, 8 of them its own" in printed
+    assert (tmp_path / "runs" / "mesh-hf" / "config.json").is_file()
 
 
 @pytest.mark.slow

@@ -13,13 +13,13 @@ from attnres.analysis.probe import probe
 from attnres.cli import main as cli
 from attnres.data.shards import file_sha256
 from attnres.errors import CheckpointError, ConfigError
-from attnres.experiments.models import build_model, self_contained
+from attnres.experiments.models import build_model, hf_config, self_contained
 from attnres.experiments.pretrained import weights_sha256
 from attnres.experiments.run import run
 from attnres.experiments.trained import evaluate, load_trained
 from attnres.optim import freeze_base, is_depth_parameter
 from attnres.residual import BlockAttnRes, FullAttnRes, PreNorm
-from attnres.train import ModelConfig, RunConfig, load_run_config, read_metrics
+from attnres.train import DataConfig, ModelConfig, RunConfig, load_run_config, read_metrics
 from experiments.pretrained_models import saved, tiny_llama
 from experiments.runs import dataset, small_run
 
@@ -216,3 +216,10 @@ def test_a_model_with_frozen_weights_is_measured_like_any_other(folder, data):
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == [
         name for name, _ in model.named_parameters() if is_depth_parameter(name)
     ]
+
+
+def test_a_config_that_transformers_refuses_is_told_in_one_line():
+    settings = {"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4, "vocab_size": 4096}
+    with pytest.raises(ConfigError, match="Transformers cannot use this model config") as caught:
+        hf_config(ModelConfig(hf_config=json.dumps(settings)), DataConfig())
+    assert "4" in str(caught.value)

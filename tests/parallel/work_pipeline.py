@@ -159,7 +159,7 @@ def routed_step(parts: Sequence[StagePart], plan: PipelinePlan, case: Case, step
             if stage < len(parts) - 1:
                 keys = [leaf.key for leaf in plan.outgoing(stage).leaves]
                 state = dict(zip(keys, result, strict=True))
-                own |= {key: given.get(key, state[key]) for key in plan.kept[stage]}
+                own |= {key: state[key] for key in own.keys() | plan.kept[stage] if key in state}
         loss = cross_entropy(result, targets) / case.microbatches
         loss.backward()
         losses[index] = loss.detach()

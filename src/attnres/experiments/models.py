@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, KimiLinearConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from attnres.data import END_OF_TEXT_ID, Dataset, default_dataset, open_dataset
@@ -178,5 +179,13 @@ def _told_in_one_line() -> Iterator[None]:
         yield
     except AttnResError:
         raise
-    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, ArithmeticError) as error:
+    except (
+        StrictDataclassError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        RuntimeError,
+        ArithmeticError,
+    ) as error:
         raise ConfigError(f"Transformers cannot use this model config: {error}") from error

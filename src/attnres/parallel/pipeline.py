@@ -6,7 +6,7 @@ whose hops carry only what is new, and makes sure beforehand that all ranks mean
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -132,10 +132,11 @@ class Pipeline:
             RankFailure: Another rank failed or was lost.
         """
         with told_to_all(self.group, "a pipeline step"):
-            self._check_batches(batches)
+            key = self._key(batches[0][0] if batches else None, autocast, has_backward=True)
+            is_new = self._check_batches(batches, key)
             self._loss = loss
-            inputs, targets = (torch.cat(list(parts)) for parts in zip(*batches, strict=True))
-            self._prepare(batches[0][0], arguments, autocast, has_backward=True)
+            inputs, targets = (torch.cat(list(parts)).to(self.device) for parts in zip(*batches, strict=True))
+            self._prepare(key, batches[0][0], arguments, autocast, is_new=is_new)
             losses: list[Tensor] = []
             first, last = self.stages[0].is_first, self.plan.ranks[-1] == self.rank
             self._schedule.step(
@@ -166,7 +167,10 @@ class Pipeline:
             RankFailure: Another rank failed or was lost.
         """
         with told_to_all(self.group, "a pipeline evaluation"):
-            self._prepare(inputs, {}, autocast, has_backward=False)
+            inputs, targets = inputs.to(self.device), targets.to(self.device)
+            key = self._key(inputs, autocast, has_backward=False)
+            _, is_new = _compare(self.group, (), key not in self._learned, self.device)
+            self._prepare(key, inputs, {}, autocast, is_new=is_new)
             output = None
             sending: list[dist.Work] = []
             for stage in self.stages:
@@ -213,8 +217,12 @@ class Pipeline:
         assert self._loss is not None
         return self._loss(output, target) / self.microbatches
 
-    def _check_batches(self, batches: Sequence[Batch]) -> None:
-        """Refuse micro-batches that differ, here or between ranks, before anything is sent."""
+    def _check_batches(self, batches: Sequence[Batch], key: "_Key") -> bool:
+        """Refuse micro-batches that differ, here or between ranks, before anything is sent.
+
+        Returns:
+            Whether some rank has not had a step of this kind.
+        """
         shapes = [tuple(map(tuple, (inputs.shape, targets.shape))) for inputs, targets in batches]
         problem = ""
         if len(batches) != self.microbatches:
@@ -225,33 +233,48 @@ class Pipeline:
                 f"micro-batch {other} has token ids {list(shapes[other][0])} and targets {list(shapes[other][1])}, "
                 f"micro-batch 0 {list(shapes[0][0])} and {list(shapes[0][1])}; allowed: one shape"
             )
-        seen = [len(batches), *(shapes[0][0] if shapes else ()), -1 if problem else 0]
-        if not _all_equal(self.group, seen, self.device) or problem:
-            check_agreement(self.group, problem or f"{len(batches)} micro-batches of {seen[1:-1]}", wrong=bool(problem))
+        size = shapes[0][0] if shapes else ()
+        numbers = (len(batches), *size, -1 if problem else 0)
+        equal, is_new = _compare(self.group, numbers, key not in self._learned, self.device)
+        if problem or not equal:
+            here = problem or f"{len(batches)} micro-batches of {list(size)}"
+            check_agreement(self.group, here, wrong=bool(problem))
+        return is_new
 
-    def _prepare(self, inputs: Tensor, arguments: dict[str, Any], autocast: Autocast, *, has_backward: bool) -> None:
+    def _key(self, inputs: Tensor | None, autocast: Autocast, *, has_backward: bool) -> "_Key":
+        """What decides the shapes of a state, as far as this rank can see."""
+        kind = self.device.type
+        with autocast():
+            precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        trained = tuple(any(p.requires_grad for p in part.parameters()) for part in self.parts)
+        return _Key(None if inputs is None else tuple(inputs.shape), precision, has_backward, trained)
+
+    def _prepare(
+        self, key: "_Key", inputs: Tensor, arguments: dict[str, Any], autocast: Autocast, *, is_new: bool
+    ) -> None:
         """Make sure that each stage knows the shapes of what it will be sent."""
         for part in self.parts:
             part.autocast = autocast
         for stage in self.stages:
-            stage.has_backward = has_backward
-        key = (tuple(inputs.shape), has_backward, self.parts[0].training, str(autocast))
-        if key not in self._learned:
-            first = {
-                name: value[: len(inputs)] if isinstance(value, Tensor) else value for name, value in arguments.items()
-            }
-            devices = [] if self.device.type == "cpu" else [self.device]
-            with torch.random.fork_rng(devices=devices, device_type=self.device.type if devices else "cuda"):
-                told: Any = None
-                for stage in self.stages:
-                    told = stage.learn(
-                        (inputs.to(self.device),) if stage.is_first else told, first, has_backward=has_backward
-                    )
-            for stage in self.stages:
-                stage._post_metadata_inference_cleanup()
+            stage.has_backward = key.has_backward
+        if is_new:
+            self._learn(inputs, arguments, has_backward=key.has_backward)
             self._learned[key] = [(stage.shapes, stage.next_shapes) for stage in self.stages]
         for stage, (shapes, next_shapes) in zip(self.stages, self._learned[key], strict=True):
             stage.shapes, stage.next_shapes = shapes, next_shapes
+
+    def _learn(self, inputs: Tensor, arguments: dict[str, Any], *, has_backward: bool) -> None:
+        """Let the stages tell each other the shapes, first to last; random generators stay as they are."""
+        rows = len(inputs)
+        first = {name: value[:rows] if isinstance(value, Tensor) else value for name, value in arguments.items()}
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices=devices, device_type=self.device.type if devices else "cuda"):
+            told: Any = None
+            for stage in self.stages:
+                given = (inputs.to(self.device),) if stage.is_first else told
+                told = stage.learn(given, first, has_backward=has_backward)
+        for stage in self.stages:
+            stage._post_metadata_inference_cleanup()
 
     def _tell_all(self, value: Tensor | None) -> Tensor:
         """A scalar that the rank of the last stage has, on every rank."""
@@ -284,13 +307,25 @@ def check_agreement(group: dist.ProcessGroup | None, here: str, *, wrong: bool =
             )
 
 
-def _all_equal(group: dist.ProcessGroup | None, numbers: Sequence[int], device: torch.device) -> bool:
-    """Whether all ranks have the same numbers."""
+class _Key(NamedTuple):
+    """Steps with equal keys have states of equal shapes."""
+
+    size: tuple[int, ...] | None
+    precision: torch.dtype | None
+    has_backward: bool
+    trained: tuple[bool, ...]
+
+
+def _compare(
+    group: dist.ProcessGroup | None, numbers: Sequence[int], flag: bool, device: torch.device
+) -> tuple[bool, bool]:
+    """Whether all ranks have the same numbers, and whether any has the flag."""
     room = torch.zeros(8, dtype=torch.int64, device=device)
-    room[: len(numbers)] = torch.tensor(numbers[:8])
+    room[: len(numbers)] = torch.tensor(numbers[:7])
     pair = torch.stack([room, -room])
+    pair[:, 7] = int(flag)
     dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
-    return bool((pair[0] == -pair[1]).all())
+    return bool((pair[0, :7] == -pair[1, :7]).all()), bool(pair[0, 7])
 
 
 def _describe(plan: PipelinePlan) -> str:
