@@ -5,6 +5,7 @@ import pytest
 
 from attnres.errors import ConfigError
 from attnres.optim import OptimConfig
+from attnres.parallel.config import ParallelConfig
 from attnres.residual import STRATEGIES, BlockAttnRes, FullAttnRes, PreNorm
 from attnres.train import DataConfig, ModelConfig, RunConfig, TrainConfig
 
@@ -134,3 +135,59 @@ def test_a_frozen_base_refuses_the_checkpointing_that_would_drop_its_gradients()
     RunConfig(residual=FullAttnRes(), optim=optim, train=TrainConfig(activation_checkpointing="non_reentrant"))
     with pytest.raises(ConfigError, match=r"activation_checkpointing is 'reentrant' with optim.train_only='depth'"):
         RunConfig(residual=FullAttnRes(), optim=optim, train=TrainConfig(activation_checkpointing="reentrant"))
+
+
+# The mesh
+
+
+def test_a_run_recorded_before_there_were_meshes_is_one_of_a_single_process() -> None:
+    recorded = RunConfig(residual=PreNorm()).to_dict()
+    del recorded["parallel"]
+    assert RunConfig.from_dict(recorded).parallel == ParallelConfig()
+
+
+def test_a_mesh_survives_json() -> None:
+    mesh = ParallelConfig(pipeline=2, data=2, virtual=2, cuts=(2, 5, 7), schedule="interleaved1f1b", cache="received")
+    config = RunConfig(residual=PreNorm(), parallel=mesh)
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert (mesh.size, mesh.stages) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ParallelConfig(pipeline=0), "parallel.pipeline is 0; allowed: 1 or more"),
+        (lambda: ParallelConfig(sharding="zero"), "parallel.sharding is 'zero'; allowed: ddp, fsdp"),
+        (lambda: ParallelConfig(schedule="fast"), "parallel.schedule is 'fast'; allowed: gpipe, 1f1b"),
+        (lambda: ParallelConfig(cache="some"), "parallel.cache is 'some'; allowed: all, received, off"),
+        (
+            lambda: ParallelConfig(pipeline=2, data=2, sharding="fsdp", schedule="zbv", virtual=2),
+            r"sharding='fsdp' and parallel.schedule='zbv' contradict each other",
+        ),
+        (lambda: ParallelConfig(timeout=0.0), "parallel.timeout is 0.0; allowed: more than 0 seconds"),
+        (lambda: ParallelConfig(pipeline=3, cuts=(4, 2)), r"parallel.cuts is \(4, 2\); allowed: 2 numbers .*ascending"),
+        (lambda: ParallelConfig(pipeline=3, cuts=(4,)), r"allowed: 2 numbers of sublayers, .* for 3 stages"),
+        (
+            lambda: RunConfig(residual=PreNorm(), train=TrainConfig(batch_size=6), parallel=ParallelConfig(data=4)),
+            r"batch_size is 6, which 4 data ranks .* cannot share evenly; .* such as 4 or 8",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_by_name(build: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+def test_a_mesh_is_compared_with_the_processes_that_were_started() -> None:
+    mesh = ParallelConfig(pipeline=2, data=2)
+    mesh.check_processes({"WORLD_SIZE": "4", "RANK": "1"})
+    ParallelConfig().check_processes({})
+    with pytest.raises(ConfigError, match=r"takes 4 processes, but 6 .* pipeline x data of 1 x 6, 2 x 3, 3 x 2, 6 x 1"):
+        mesh.check_processes({"WORLD_SIZE": "6", "RANK": "0"})
+    with pytest.raises(ConfigError, match=r"takes 4 processes, but there is one; allowed: torchrun --nproc-per-node 4"):
+        mesh.check_processes({})
+
+
+def test_the_schedule_left_open_follows_the_stages_of_a_rank() -> None:
+    assert ParallelConfig(pipeline=2).settled_schedule == "1f1b"
+    assert ParallelConfig(pipeline=2, virtual=2).settled_schedule == "interleaved1f1b"

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from attnres.cli.console import show_results
-from attnres.cli.options import DEFAULT_PRESET, PresetName, base_config, print_plan
+from attnres.cli.options import DEFAULT_PRESET, PresetName, base_config, joined, print_plan
 from attnres.cli.parsing import parse
 from attnres.experiments.compare import Comparison, compare, seeds_from
 from attnres.optim import OptimConfig
+from attnres.parallel.config import ParallelConfig, is_first_process
 from attnres.train import DataConfig, ModelConfig, RunConfig, TrainConfig
 
 
@@ -30,6 +31,7 @@ def _command(arguments: Sequence[str]) -> Any:
         data: DataConfig = base.data,
         optim: OptimConfig = base.optim,
         train: TrainConfig = base.train,
+        parallel: ParallelConfig = base.parallel,
         jobs: int = 1,
         resume: bool = False,
         dry_run: bool = False,
@@ -48,19 +50,29 @@ def _command(arguments: Sequence[str]) -> Any:
             data: What it reads.
             optim: How it is updated.
             train: How long, how much at a time, and on what; seeds are counted up from --train.seed.
+            parallel: The processes that train each run together, one run after the other, started by torchrun
+                --nproc-per-node N -m attnres compare ...
             jobs: Runs at a time. More than one finishes sooner and distorts the measured speeds; set --train.threads.
             resume: Go on with a comparison that was broken off, or add arms and seeds to it.
             dry_run: Print the resolved config of each arm with parameters, memory and FLOPs per token, and stop.
         """
         del preset
-        config = RunConfig(residual=base.residual, model=model, data=data, optim=optim, train=train)
+        config = RunConfig(residual=base.residual, model=model, data=data, optim=optim, train=train, parallel=parallel)
         comparison = Comparison(arms=tuple(arms), seeds=seeds_from(seeds, train.seed), base=config)
         if dry_run:
-            for _, run in comparison.runs():
-                if run.train.seed == comparison.seeds[0]:
-                    print_plan(run)
+            if is_first_process():
+                _print_plans(comparison)
             return
-        compare(comparison, out, resume=resume, jobs=jobs)
-        show_results(out)
+        with joined(config, out, resume=resume) as (mesh, goes_on):
+            compare(comparison, out, resume=goes_on, jobs=jobs, mesh=mesh)
+        if is_first_process():
+            show_results(out)
 
     return compare_command
+
+
+def _print_plans(comparison: Comparison) -> None:
+    """What each arm will cost."""
+    for _, run in comparison.runs():
+        if run.train.seed == comparison.seeds[0]:
+            print_plan(run)

@@ -1,19 +1,25 @@
-"""What `train` and `compare` share: the preset that other options change."""
+"""What `train` and `compare` share: the preset that other options change, and the processes that torchrun started."""
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from attnres.cli.parsing import peek
-from attnres.errors import ConfigError
+from attnres.errors import AttnResError, ConfigError
 from attnres.experiments.arms import strategy_of
 from attnres.experiments.compare import COMPARE
 from attnres.experiments.describe import describe
 from attnres.experiments.presets import preset
+from attnres.experiments.run import check_layout
+from attnres.parallel.config import is_first_process, is_launched, restarts
+from attnres.parallel.failures import RankFailure
+from attnres.parallel.mesh import JobRecord, Mesh, job_record, launched_mesh
 from attnres.residual import STRATEGIES, Strategy
-from attnres.train import RunConfig, load_run_config
+from attnres.train import RunConfig, load_run_config, resolve_device
 
 PresetName = Literal["tiny", "small"]
 DEFAULT_PRESET: PresetName = "tiny"
@@ -54,3 +60,50 @@ def residual_default(arguments: Sequence[str], default: Strategy) -> tuple[str, 
 def print_plan(config: RunConfig) -> None:
     """The resolved config and what it costs, for ``--dry-run``."""
     print(json.dumps({**config.to_dict(), "plan": dataclasses.asdict(describe(config))}, indent=2))
+
+
+@contextmanager
+def joined(config: RunConfig, out: Path, *, resume: bool) -> Iterator[tuple[Mesh | None, bool]]:
+    """Join the processes that torchrun started, where it did.
+
+    Args:
+        config: Its mesh has to fit them.
+        out: Folder of the run or comparison.
+        resume: Whether it was asked to go on with it.
+
+    Yields:
+        The mesh (None for a single process), and whether to go on with what is in ``out``: as asked, or because
+        torchrun has started this job again, which had begun it, after a rank was lost.
+
+    Raises:
+        ConfigError: The mesh does not fit the processes, the layers or the passes.
+        RankFailure: Another rank failed or was lost.
+    """
+    if not is_launched():
+        check_layout(config)
+        yield None, resume
+        return
+    record = job_record()
+    if record is not None and restarts() and record.has("refused"):
+        raise SystemExit(2)  # the first start has said why, and nothing has changed since
+    try:
+        check_layout(config)
+        resume = _goes_on(record, out, asked=resume) or resume
+        with launched_mesh(config.parallel, device=resolve_device(config.train.device)) as mesh:
+            yield mesh, resume
+    except AttnResError as error:
+        if record is not None and not isinstance(error, RankFailure):
+            record.note("refused")
+        raise
+
+
+def _goes_on(record: JobRecord | None, out: Path, *, asked: bool) -> bool:
+    """Whether this is a later start of a job that has begun ``out`` itself; the first start takes note of that."""
+    key = f"begun {out.resolve()}"
+    if record is None:
+        return False
+    if restarts():
+        return record.has(key) and out.exists()
+    if is_first_process() and (asked or not os.path.lexists(out)):
+        record.note(key)
+    return False

@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from attnres.cli.options import DEFAULT_PRESET, PresetName, base_config, print_plan, residual_default
+from attnres.cli.options import DEFAULT_PRESET, PresetName, base_config, joined, print_plan, residual_default
 from attnres.cli.parsing import parse
 from attnres.experiments.run import run
 from attnres.optim import OptimConfig
+from attnres.parallel.config import ParallelConfig, is_first_process
 from attnres.residual import STRATEGIES
 from attnres.train import DataConfig, ModelConfig, Resume, RunConfig, TrainConfig
 
@@ -35,6 +36,7 @@ def _command(arguments: Sequence[str]) -> Any:
         data: DataConfig = base.data,
         optim: OptimConfig = base.optim,
         train: TrainConfig = base.train,
+        parallel: ParallelConfig = base.parallel,
         resume: bool = False,
         fallback: bool = False,
         dry_run: bool = False,
@@ -50,21 +52,25 @@ def _command(arguments: Sequence[str]) -> Any:
             data: What it reads.
             optim: How it is updated.
             train: How long, how much at a time, and on what.
+            parallel: The processes it runs on, started by torchrun --nproc-per-node N -m attnres train ...
             resume: Go on with the run in OUT from its newest checkpoint, with that run's settings. More steps, and
                 how often it is evaluated and saved, may be asked for; what decides its numbers may not change.
             fallback: With --resume, skip checkpoints that are damaged.
             dry_run: Print the resolved config with parameters, memory and FLOPs per token, and stop.
         """
         del preset, residual_name
-        config = RunConfig(residual=residual, model=model, data=data, optim=optim, train=train)
+        config = RunConfig(residual=residual, model=model, data=data, optim=optim, train=train, parallel=parallel)
         if dry_run:
-            print_plan(config)
+            if is_first_process():
+                print_plan(config)
             return
-        how: Resume = "fallback" if resume and fallback else resume
-        result = run(config, out, resume=how)
-        print(
-            f"{out}: step {result['steps']:,}, validation loss {result['valid_loss']:.4f} nats/token, "
-            f"{result['bits_per_byte']:.4f} bits/byte, {result['tokens_per_second']:,.0f} tokens/s"
-        )
+        with joined(config, out, resume=resume) as (mesh, goes_on):
+            how: Resume = "fallback" if goes_on and fallback else goes_on
+            result = run(config, out, resume=how, mesh=mesh)
+        if is_first_process():
+            print(
+                f"{out}: step {result['steps']:,}, validation loss {result['valid_loss']:.4f} nats/token, "
+                f"{result['bits_per_byte']:.4f} bits/byte, {result['tokens_per_second']:,.0f} tokens/s"
+            )
 
     return train

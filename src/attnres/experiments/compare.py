@@ -22,6 +22,7 @@ from attnres.experiments.arms import arm_folder, arm_label, arm_optim, parse_arm
 from attnres.experiments.models import build_model, hf_config, open_data, self_contained
 from attnres.experiments.run import Progress, run
 from attnres.optim import freeze_base
+from attnres.parallel.mesh import Mesh
 from attnres.residual import PreNorm, reads
 from attnres.train import RunConfig, load_run_config, resolve
 from attnres.train.batch import check_data
@@ -98,6 +99,7 @@ def compare(
     jobs: int = 1,
     progress: bool = True,
     isolate: bool = True,
+    mesh: Mesh | None = None,
 ) -> None:
     """Train every run of a comparison into ``out``.
 
@@ -109,14 +111,32 @@ def compare(
         jobs: Runs at a time, each in a process of its own. More than one distorts the speeds that are measured.
         progress: Whether to show progress on standard error.
         isolate: Whether each run has a process of its own.
+        mesh: The processes that train each run together, one run after the other, all of them with this call.
 
     Raises:
-        ConfigError: ``out`` exists and ``resume`` is false, it holds runs that are not this comparison's, or there are
-            no jobs.
+        ConfigError: ``out`` exists and ``resume`` is false, it holds runs that are not this comparison's, there are no
+            jobs, or several on a mesh.
         AttnResError: A run cannot be made; those before it are whole.
     """
     if jobs < 1:
         raise ConfigError(f"jobs is {jobs}; allowed: 1 or more")
+    if mesh is None:
+        waiting = _begin(comparison, out, resume=resume, jobs=jobs)
+    else:
+        if jobs > 1:
+            raise ConfigError(f"jobs is {jobs} on a mesh, whose processes train one run together; allowed: 1")
+        waiting = mesh.from_first(lambda: _begin(comparison, out, resume=resume, jobs=jobs))
+    runs = [(config, out / name, exists) for name, config in comparison.runs() for exists in waiting.get(name, ())]
+    if isolate and mesh is None:
+        tasks = [(config, folder) for config, folder, _ in runs]
+        _run_isolated(tasks, jobs, progress="plain" if progress and jobs > 1 else progress)
+        return
+    for config, folder, exists in runs:
+        run(config, folder, resume=exists, progress=progress, mesh=mesh)
+
+
+def _begin(comparison: Comparison, out: Path, *, resume: bool, jobs: int) -> dict[str, tuple[bool]]:
+    """Check, make or extend the folder, and name the runs that are not finished, each with whether it has begun."""
     if out.exists() and not resume:
         raise ConfigError(f"comparison folder {out} exists; allowed: a new path, or --resume to go on with it")
     if out.exists() and not (out / COMPARE).is_file():
@@ -124,12 +144,9 @@ def compare(
     _check(comparison, out)
     out.mkdir(parents=True, exist_ok=True)
     replace_text(out / COMPARE, to_json(_merged(out, {**comparison.to_dict(), "jobs": jobs})))
-    waiting = [(config, out / name) for name, config in comparison.runs() if not _is_finished(out / name, config)]
-    if isolate:
-        _run_isolated(waiting, jobs, progress="plain" if progress and jobs > 1 else progress)
-        return
-    for config, folder in waiting:
-        run(config, folder, resume=folder.exists(), progress=progress)
+    return {
+        name: ((out / name).exists(),) for name, config in comparison.runs() if not _is_finished(out / name, config)
+    }
 
 
 def seeds_from(count: int, first: int = 0) -> tuple[int, ...]:
@@ -215,7 +232,9 @@ def _end_with_parent() -> None:
 
 
 def _is_finished(folder: Path, config: RunConfig) -> bool:
-    return (folder / "result.json").is_file() and load_run_config(folder) == resolve(config)
+    if not (folder / "result.json").is_file():
+        return False
+    return replace(load_run_config(folder), parallel=config.parallel) == resolve(config)
 
 
 def _baseline(arms: Sequence[str]) -> str:

@@ -6,7 +6,11 @@ from typing import Any, Literal
 import torch
 
 from attnres.analysis.probe import probe
+from attnres.errors import ConfigError
 from attnres.experiments.models import build_model, open_data, self_contained
+from attnres.models.convert import converted_base
+from attnres.parallel.mesh import Mesh
+from attnres.parallel.schedules import check_pipeline
 from attnres.train import Callback, Checkpoints, Resume, RunConfig, RunContext, Trainer
 from attnres.train.checkpoint import CHECKPOINTS
 from attnres.train.files import replace_text, to_json
@@ -38,11 +42,48 @@ class DepthProbe(Callback):
 
     def _measure(self, context: RunContext, name: str) -> None:
         inputs, targets = (torch.cat(parts) for parts in zip(*context.evaluator.batches(), strict=True))
-        measured = probe(context.model, inputs[:PROBE_SEQUENCES], targets[:PROBE_SEQUENCES])
+        measured = probe(context.whole_model(), inputs[:PROBE_SEQUENCES], targets[:PROBE_SEQUENCES])
         replace_text(context.folder / name, to_json(measured.to_dict()))
 
 
-def run(config: RunConfig, folder: Path, *, resume: Resume = False, progress: Progress = True) -> dict[str, Any]:
+def check_layout(config: RunConfig) -> None:
+    """Raise unless the processes that were started, the layers and the passes of a step fit the mesh of a run.
+
+    It looks at the settings alone, so that every rank comes to the same before anything begins.
+
+    Raises:
+        ConfigError: They do not; the message has what would fit.
+    """
+    layout = config.parallel
+    layout.check_processes()
+    if layout.stages == 1:
+        return
+    with torch.device("meta"):
+        model = build_model(config, weights=False)
+    try:
+        check_pipeline(
+            converted_base(model).residual.num_sublayers,
+            ranks=layout.pipeline,
+            microbatches=config.train.accumulation,
+            schedule=layout.settled_schedule,
+            virtual=layout.virtual,
+            cuts=layout.cuts,
+        )
+    except ConfigError as error:
+        raise ConfigError(
+            f"parallel.pipeline={layout.pipeline} with parallel.virtual={layout.virtual} does not fit: {error} "
+            "(micro-batches are the passes of train.accumulation)"
+        ) from error
+
+
+def run(
+    config: RunConfig,
+    folder: Path,
+    *,
+    resume: Resume = False,
+    progress: Progress = True,
+    mesh: Mesh | None = None,
+) -> dict[str, Any]:
     """Train one run and measure it.
 
     Args:
@@ -50,6 +91,7 @@ def run(config: RunConfig, folder: Path, *, resume: Resume = False, progress: Pr
         folder: Where it goes; a new folder unless ``resume``.
         resume: Go on with the run in the folder.
         progress: Whether to show progress on standard error.
+        mesh: The processes that train it together, each with this call; None is this one alone.
 
     Returns:
         What is in ``result.json``.
@@ -61,5 +103,15 @@ def run(config: RunConfig, folder: Path, *, resume: Resume = False, progress: Pr
     display = PlainDisplay(folder.name, config.train.steps) if progress == "plain" else progress
     saved = resume and any(Checkpoints(folder / CHECKPOINTS).paths())
     model = build_model(config, weights=not saved)
-    trainer = Trainer(model, open_data(config.data), config, folder, callbacks=[DepthProbe()], progress=display)
+    data = open_data(config.data) if mesh is None else mesh.first_then_others(lambda: open_data(config.data))
+    trainer = Trainer(
+        model,
+        data,
+        config,
+        folder,
+        callbacks=[DepthProbe()],
+        progress=display,
+        mesh=mesh,
+        rebuild=lambda weights: build_model(config, weights=weights),
+    )
     return trainer.fit(resume=resume)

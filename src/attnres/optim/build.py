@@ -4,7 +4,7 @@ A model needs both: Muon takes matrices only. `torch.optim` keys its state by po
 the model's order silently gets another one's moments; here the key is the parameter's name.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from attnres.errors import CheckpointError
 from attnres.optim.config import OptimConfig
 from attnres.optim.groups import ParamGroup, freeze_base, param_groups
+from attnres.optim.muon import ShardedMuon, is_sharded
 
 SLOT = "/"
 """Between parameter name and slot in the keys of a state, as in ``model.norm.weight/exp_avg``."""
 
 SLOTS: dict[type[torch.optim.Optimizer], set[str]] = {
     torch.optim.Muon: {"momentum_buffer"},
+    ShardedMuon: {"momentum_buffer"},
     torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
 }
 """What each optimizer keeps for a parameter."""
@@ -37,9 +39,19 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> "GroupedOptimizer"
     Raises:
         ConfigError: The model has no trainable parameter, or no depth parameter where only those are trained.
     """
+    return optimizer_of_groups(optimizer_groups(model, config), config)
+
+
+def optimizer_groups(model: nn.Module, config: OptimConfig) -> list[ParamGroup]:
+    """The groups that `build_optimizer` makes of a model, for a caller that lays its parameters out before they are
+    trained.
+
+    Raises:
+        ConfigError: As in `build_optimizer`.
+    """
     if config.train_only == "depth":
         freeze_base(model)
-    groups = param_groups(
+    return param_groups(
         model,
         lr=config.lr,
         weight_decay=config.weight_decay,
@@ -48,6 +60,31 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> "GroupedOptimizer"
         vector_lr_scale=config.vector_lr_scale,
         depth_lr_scale=config.depth_lr_scale,
     )
+
+
+def local_groups(groups: Sequence[ParamGroup], parameters: Sequence[tuple[str, nn.Parameter]]) -> list[ParamGroup]:
+    """The part of a whole model's groups that a rank holds.
+
+    Args:
+        groups: Of the whole model, so that a parameter has the role that it has there.
+        parameters: What this rank holds, by the names in the whole model. A name may come twice, as when a rank has
+            both ends of a pipeline with tied weights; both are trained alike.
+    """
+    roles = {name: group["name"] for group in groups for name, _ in group["params"]}
+    found = [
+        ParamGroup(
+            name=group["name"],
+            params=[(name, parameter) for name, parameter in parameters if roles.get(name) == group["name"]],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+        )
+        for group in groups
+    ]
+    return [group for group in found if group["params"]]
+
+
+def optimizer_of_groups(groups: Sequence[ParamGroup], config: OptimConfig) -> "GroupedOptimizer":
+    """The optimizer of groups by role; there may be none, as on a rank that holds nothing that is trained."""
     muon_roles = {"matrix"} if config.optimizer == "muon" else set()
     to_muon = [group for group in groups if group["name"] in muon_roles]
     to_adamw = [group for group in groups if group["name"] not in muon_roles]
@@ -61,7 +98,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> "GroupedOptimizer"
 
 def _muon(groups: list[ParamGroup], config: OptimConfig) -> torch.optim.Optimizer:
     settings = {"momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
-    return torch.optim.Muon([dict(group) for group in groups], **settings)
+    sharded = any(is_sharded(parameter) for group in groups for _, parameter in group["params"])
+    return (ShardedMuon if sharded else torch.optim.Muon)([dict(group) for group in groups], **settings)
 
 
 def _adamw(groups: list[ParamGroup], config: OptimConfig) -> torch.optim.Optimizer:

@@ -6,7 +6,9 @@ next transfer broken, or timed out; they look for a note, and otherwise for who 
 
 import contextlib
 import time
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +35,7 @@ def told_to_all(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
     Raises:
         RankFailure: Another rank failed or was lost. One line says which, and why as far as it is known.
     """
+    _take_note_back()
     try:
         yield
     except AttnResError as error:
@@ -48,10 +51,24 @@ def told_to_all(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
         raise
 
 
+_has_note = False
+
+
 def _leave_note(text: str) -> None:
+    global _has_note
     with contextlib.suppress(Exception):
         line = " ".join(text.split())[:500]
         _store().set(f"{NOTE}/{dist.get_rank()}", line.encode())
+        _has_note = True
+
+
+def _take_note_back() -> None:
+    """Forget an error that all have recovered from, so that it is not blamed for a later one."""
+    global _has_note
+    if _has_note:
+        with contextlib.suppress(Exception):
+            _store().delete_key(f"{NOTE}/{dist.get_rank()}")
+        _has_note = False
 
 
 def _explain(group: dist.ProcessGroup | None, doing: str, error: BaseException) -> str:
@@ -87,10 +104,21 @@ def _store() -> Any:
 
 
 def _is_lost_contact(error: BaseException) -> bool:
-    """Whether a transfer broke because of another rank: PyTorch has no class for that in all its backends."""
+    """Whether a transfer broke because of another rank: PyTorch has no class for that in all its backends.
+
+    Only where it is raised from a transfer: what a user's own code says of sockets and time-outs is its own error.
+    """
+    if not isinstance(error, dist.DistError) and not _is_from_transfer(error):
+        return False
     text = str(error).lower()
     signs = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "gloo", "nccl", "socket")
     return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
+
+
+def _is_from_transfer(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    file = Path(frames[-1].filename).as_posix() if frames else ""
+    return "/torch/distributed/" in file or "/attnres/parallel/" in file
 
 
 def _first_line(error: BaseException) -> str:

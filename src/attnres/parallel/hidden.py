@@ -130,7 +130,8 @@ class _Read(torch.autograd.Function):
             value = source.to(work)
             source_grad = weights[at, ..., None] * grad + pulls[at, ..., None] * query - pushes[at, ..., None] * value
             source_grads.append(source_grad.to(source.dtype))
-            query_grad += (pulls[at, ..., None] * value).flatten(0, -2).sum(0)
+            share = pulls[at, ..., None] * value
+            query_grad += share.sum(tuple(range(share.ndim - 1))) if share.ndim > 1 else share
         weight = torch.ones_like(query) if key_weight is None else key_weight.to(work)
         weight_grad = None if key_weight is None else (query_grad * pseudo_query.to(work)).to(key_weight.dtype)
         return None, None, None, (query_grad * weight).to(pseudo_query.dtype), weight_grad, *source_grads

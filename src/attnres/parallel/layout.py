@@ -54,7 +54,7 @@ class Layout:
     def flatten(self, state: Any) -> tuple[Tensor, ...]:
         """The tensors of a state at this cut. Results of phase 1 do not cross it."""
         tensors, _ = pytree.tree_flatten(suspend(state))
-        return tuple({leaf: tensor for leaf, tensor in zip(self.places, tensors, strict=True)}.values())
+        return tuple(dict(zip(self.places, tensors, strict=True)).values())
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """The state that these tensors are of."""

@@ -35,7 +35,7 @@ class Transfer:
 
 
 class Ledger:
-    """The transfers that one rank has started."""
+    """The transfers that one rank has started, in its last step or evaluation."""
 
     def __init__(self) -> None:
         self.rows: list[Transfer] = []

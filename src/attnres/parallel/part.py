@@ -26,12 +26,12 @@ from attnres.residual.state import tensors as tensors_of
 class StagePart(nn.Module):
     """The part of a converted model that one stage runs.
 
-    Takes the token ids ``[B, T]`` (first stage) or the tensors of the state at its start, and returns the tensors of
-    the state at its end, or the logits ``[B, T, vocabulary]`` (last stage). Keyword arguments, such as
-    ``attention_mask`` and ``position_ids``, go to the model's own forward.
+    Takes the token ids ``[B, T]`` (first stage) or the tensors of the state at its start, and returns those of the
+    state at its end that it made (`PipelinePlan.made`), or the logits ``[B, T, vocabulary]`` (last stage). Keyword
+    arguments, such as ``attention_mask`` and ``position_ids``, go to the model's own forward.
 
     Args:
-        model: A converted model; it is not changed, and its tensors are shared, not copied.
+        model: A converted model; its modules are not changed, and its tensors are shared, not copied.
         plan: The pipeline.
         stage: Index of the stage.
         reads_ahead: Whether reads may be in two phases. In a split backward pass they may not: gradients of weights are
@@ -64,10 +64,15 @@ class StagePart(nn.Module):
                 result = run(**self._enter(tensors), use_cache=False, **arguments)
             if self.is_last:
                 return result.logits if hasattr(result, "logits") else result.last_hidden_state
-            return self.plan.outgoing(self.stage).flatten(self._outgoing.pop())
+            return self._made(self._outgoing.pop())
         finally:
             self._incoming.clear()
             self._outgoing.clear()
+
+    def _made(self, state: Any) -> tuple[Tensor, ...]:
+        layout, made = self.plan.outgoing(self.stage), {leaf.key for leaf in self.plan.made(self.stage)}
+        flat = zip(layout.leaves, layout.flatten(state), strict=True)
+        return tuple(tensor for leaf, tensor in flat if leaf.key in made)
 
     def _enter(self, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """What the model's forward is given: token ids, or the state and something of the shape of an embedding."""
@@ -82,6 +87,7 @@ class StagePart(nn.Module):
     def _leave_out(self) -> None:
         base = converted_base(self.decoder)
         family = family_of_converted(base)
+        self._check_head(base)
         first, stop = self.plan.span(self.stage)
         layers: Any = getattr(base, family.layers)
         own = []
@@ -99,6 +105,15 @@ class StagePart(nn.Module):
         if not self.is_last:
             setattr(base, family.norm, _Exit(self._outgoing, self.dim))
             _leave_out_module(self.decoder, self.decoder.get_output_embeddings())
+
+    def _check_head(self, base: Any) -> None:
+        head = self.decoder.get_output_embeddings()
+        for name, child in self.decoder.named_children() if self.decoder is not base else ():
+            if child is not base and child is not head and any(True for _ in child.parameters()):
+                raise UnsupportedModelError(
+                    f"{type(self.decoder).__name__}.{name} has parameters and is no language-model head; allowed in a "
+                    "pipeline: a causal language model, or a model without head"
+                )
 
     def _leave_out_sites(self, residual: Residual, first: int, stop: int) -> None:
         last = residual.num_sublayers if self.is_last else stop - 1

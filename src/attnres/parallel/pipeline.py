@@ -7,23 +7,38 @@ whose hops carry only what is new, and makes sure beforehand that all ranks mean
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from attnres.errors import ConfigError, UnsupportedModelError
 from attnres.models.convert import converted_base
 from attnres.parallel.failures import told_to_all
 from attnres.parallel.ledger import Ledger
-from attnres.parallel.part import StagePart, is_tied
+from attnres.parallel.part import Elsewhere, StagePart, is_tied
 from attnres.parallel.plan import Cache, PipelinePlan, plan_pipeline
 from attnres.parallel.schedules import build_schedule, check_pipeline
 from attnres.parallel.stage import CachedStage
 from attnres.parallel.store import RankStore
 from attnres.parallel.tied import TiedWeight
 
+STEP, EVALUATION = 1, 2
+"""What ranks are about to do together."""
+_OWN_ARGUMENTS = {
+    "input_ids",
+    "inputs_embeds",
+    "token_type_ids",
+    "past_key_values",
+    "use_cache",
+    "return_dict",
+    "output_hidden_states",
+    "output_attentions",
+}
 Batch = tuple[Tensor, Tensor]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -36,7 +51,8 @@ class Pipeline:
     is given all batches. Gradients are those of the mean loss over the micro-batches.
 
     Args:
-        model: A converted causal language model. It is not changed and can be dropped afterwards.
+        model: A converted causal language model. Its tensors are shared with the parts, and go to ``device`` with them;
+            drop it afterwards.
         group: Ranks of the pipeline, in the order of the stages; None is all of them.
         microbatches: Micro-batches M of a training step.
         schedule: One of `attnres.parallel.schedules.SCHEDULES`.
@@ -64,6 +80,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
         wrap: Callable[[StagePart], nn.Module] | None = None,
     ):
+        _check_whole(model)
         residual = converted_base(model).residual
         self.group, self.microbatches, self.device = group, microbatches, torch.device(device)
         self.kind = check_pipeline(
@@ -86,12 +103,13 @@ class Pipeline:
             placement=self.kind.placement,
         )
         self.rank = dist.get_rank(group)
-        check_agreement(
-            group, f"{residual.strategy}, {dim} wide: {_describe(self.plan)}, {self.kind.name}, M={microbatches}"
-        )
+        self._tied = is_tied(model)
+        head = "tied head" if self._tied else "head apart"
+        shape = f"{residual.strategy}, {dim} wide, {head}: {_describe(self.plan)}"
+        check_agreement(group, f"{shape}, {self.kind.name}, M={microbatches}")
         self.store, self.ledger = RankStore(), Ledger()
         self.parts = [self._part(model, stage) for stage in self.plan.stages_of(self.rank)]
-        self.tied_weight = TiedWeight.of(self.parts, self.plan, group) if is_tied(model) else None
+        self.tied_weight = TiedWeight.of(self.parts, self.plan, group) if self._tied else None
         self.stages = [self._stage(part, wrap) for part in self.parts]
         self._check_split_backward()
         self._loss: LossFunction | None = None
@@ -133,8 +151,8 @@ class Pipeline:
         """
         with told_to_all(self.group, "a pipeline step"):
             key = self._key(batches[0][0] if batches else None, autocast, has_backward=True)
-            is_new = self._check_batches(batches, key)
-            self._loss = loss
+            is_new = self._check_batches(batches, arguments, key)
+            self._begin(loss)
             inputs, targets = (torch.cat(list(parts)).to(self.device) for parts in zip(*batches, strict=True))
             self._prepare(key, batches[0][0], arguments, autocast, is_new=is_new)
             losses: list[Tensor] = []
@@ -169,12 +187,12 @@ class Pipeline:
         with told_to_all(self.group, "a pipeline evaluation"):
             inputs, targets = inputs.to(self.device), targets.to(self.device)
             key = self._key(inputs, autocast, has_backward=False)
-            _, is_new = _compare(self.group, (), key not in self._learned, self.device)
+            is_new = self._agree((EVALUATION, *inputs.shape), f"an evaluation of {list(inputs.shape)}", "", key)
+            self._begin(loss)
             self._prepare(key, inputs, {}, autocast, is_new=is_new)
             output = None
             sending: list[dist.Work] = []
             for stage in self.stages:
-                stage.clear_runtime_states()
                 _wait(_start(stage.get_fwd_recv_ops(0)))
                 output = stage.forward_one_chunk(0, (inputs,), save_forward_output=False)
                 sending += _start(stage.get_fwd_send_ops(0))
@@ -206,18 +224,38 @@ class Pipeline:
 
     def _check_split_backward(self) -> None:
         """Refuse what cannot compute the gradients of weights apart from those of inputs."""
-        wrapped = any(isinstance(stage.submod, DistributedDataParallel) for stage in self.stages)
-        if self.kind.splits_backward and wrapped:
-            raise UnsupportedModelError(
-                f"the schedule {self.kind.name} computes the gradients of weights apart, past the hooks of "
-                "DistributedDataParallel; allowed: fully_shard, or a schedule without split backward passes"
-            )
+        if not self.kind.splits_backward:
+            return
+        allowed = "allowed: fully_shard of each stage as a whole, or a schedule without split backward passes"
+        why = f"the schedule {self.kind.name} computes the gradients of weights apart"
+        for module in (stage.submod for stage in self.stages):
+            if isinstance(module, DistributedDataParallel):
+                raise UnsupportedModelError(f"{why}, past the hooks of DistributedDataParallel; {allowed}")
+            if any(isinstance(inner, FSDPModule) for inner in module.modules() if inner is not module):
+                raise UnsupportedModelError(
+                    f"{why}, when the layers that fully_shard divides are apart again; {allowed}"
+                )
+
+    def _begin(self, loss: LossFunction) -> None:
+        """Forget what an earlier step left behind, whole or broken off."""
+        self._loss = loss
+        self._schedule._internal_losses.clear()
+        self.ledger.clear()
+        for stage in self.stages:
+            stage.clear_runtime_states()
+            stage._post_metadata_inference_cleanup()  # an evaluation leaves weights whole that a step wants divided
+        if self.tied_weight is not None and torch.is_grad_enabled():
+            self.tied_weight.begin()
 
     def _share_of_loss(self, output: Tensor, target: Tensor) -> Tensor:
         assert self._loss is not None
-        return self._loss(output, target) / self.microbatches
+        value: Any = self._loss(output, target)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            seen = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ConfigError(f"the loss is {seen}; allowed: a tensor of one number")
+        return value.squeeze() / self.microbatches
 
-    def _check_batches(self, batches: Sequence[Batch], key: "_Key") -> bool:
+    def _check_batches(self, batches: Sequence[Batch], arguments: dict[str, Any], key: "_Key") -> bool:
         """Refuse micro-batches that differ, here or between ranks, before anything is sent.
 
         Returns:
@@ -234,11 +272,21 @@ class Pipeline:
                 f"micro-batch 0 {list(shapes[0][0])} and {list(shapes[0][1])}; allowed: one shape"
             )
         size = shapes[0][0] if shapes else ()
-        numbers = (len(batches), *size, -1 if problem else 0)
-        equal, is_new = _compare(self.group, numbers, key not in self._learned, self.device)
+        problem = problem or _problem_of_arguments(arguments, sum(len(inputs) for inputs, _ in batches))
+        told = {name: list(value.shape) for name, value in sorted(arguments.items()) if isinstance(value, Tensor)}
+        here = f"{len(batches)} micro-batches of {list(size)}" + (f" with {told}" if told else "")
+        numbers = (STEP, len(batches), *size, crc32(repr(sorted(arguments)).encode()))
+        return self._agree(numbers, here, problem, key)
+
+    def _agree(self, numbers: Sequence[int], here: str, problem: str, key: "_Key") -> bool:
+        """Raise on all ranks unless all are about to do the same, and none has a problem.
+
+        Returns:
+            Whether some rank has not done it before.
+        """
+        equal, is_new = _compare(self.group, (*numbers, -1 if problem else 0), key not in self._learned, self.device)
         if problem or not equal:
-            here = problem or f"{len(batches)} micro-batches of {list(size)}"
-            check_agreement(self.group, here, wrong=bool(problem))
+            check_agreement(self.group, problem or here, wrong=bool(problem))
         return is_new
 
     def _key(self, inputs: Tensor | None, autocast: Autocast, *, has_backward: bool) -> "_Key":
@@ -246,8 +294,8 @@ class Pipeline:
         kind = self.device.type
         with autocast():
             precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        trained = tuple(any(p.requires_grad for p in part.parameters()) for part in self.parts)
-        return _Key(None if inputs is None else tuple(inputs.shape), precision, has_backward, trained)
+        weights = tuple((p.requires_grad, p.dtype) for part in self.parts for p in part.parameters())
+        return _Key(None if inputs is None else tuple(inputs.shape), precision, has_backward, weights)
 
     def _prepare(
         self, key: "_Key", inputs: Tensor, arguments: dict[str, Any], autocast: Autocast, *, is_new: bool
@@ -259,9 +307,9 @@ class Pipeline:
             stage.has_backward = key.has_backward
         if is_new:
             self._learn(inputs, arguments, has_backward=key.has_backward)
-            self._learned[key] = [(stage.shapes, stage.next_shapes) for stage in self.stages]
-        for stage, (shapes, next_shapes) in zip(self.stages, self._learned[key], strict=True):
-            stage.shapes, stage.next_shapes = shapes, next_shapes
+            self._learned[key] = [(stage.shapes, stage.next_shapes, stage.taken) for stage in self.stages]
+        for stage, learned in zip(self.stages, self._learned[key], strict=True):
+            stage.shapes, stage.next_shapes, stage.taken = learned
 
     def _learn(self, inputs: Tensor, arguments: dict[str, Any], *, has_backward: bool) -> None:
         """Let the stages tell each other the shapes, first to last; random generators stay as they are."""
@@ -282,6 +330,17 @@ class Pipeline:
         source = self.plan.ranks[-1]
         dist.broadcast(shared, group=self.group, group_src=source)
         return shared
+
+
+def _check_whole(model: Any) -> None:
+    """Refuse a model that has been divided already."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise UnsupportedModelError(
+            "the model is divided over ranks already (it has DTensor parameters); allowed: a whole model, and wrap= "
+            "to divide its stages"
+        )
+    if any(isinstance(module, Elsewhere) for module in model.modules()):
+        raise UnsupportedModelError("the model is a part of a pipeline already; allowed: a whole model")
 
 
 def check_agreement(group: dist.ProcessGroup | None, here: str, *, wrong: bool = False) -> None:
@@ -307,13 +366,26 @@ def check_agreement(group: dist.ProcessGroup | None, here: str, *, wrong: bool =
             )
 
 
+def _problem_of_arguments(arguments: dict[str, Any], rows: int) -> str:
+    """What is wrong with keyword arguments for the model's forward, of which each micro-batch gets its rows."""
+    for name, value in arguments.items():
+        if name in _OWN_ARGUMENTS:
+            return f"{name} is given; allowed: arguments that every stage can use, such as attention_mask, position_ids"
+        if isinstance(value, Tensor) and (value.ndim == 0 or len(value) != rows):
+            return f"{name} has shape {list(value.shape)}; allowed: {rows} rows, those of all micro-batches"
+        if isinstance(value, dict | list | tuple):
+            return f"{name} is a {type(value).__name__}; allowed: a tensor with a row for each sequence"
+    return ""
+
+
 class _Key(NamedTuple):
     """Steps with equal keys have states of equal shapes."""
 
     size: tuple[int, ...] | None
     precision: torch.dtype | None
     has_backward: bool
-    trained: tuple[bool, ...]
+    weights: tuple[tuple[bool, torch.dtype], ...]
+    """Of this rank: which are trained, and in which dtype."""
 
 
 def _compare(
@@ -321,7 +393,7 @@ def _compare(
 ) -> tuple[bool, bool]:
     """Whether all ranks have the same numbers, and whether any has the flag."""
     room = torch.zeros(8, dtype=torch.int64, device=device)
-    room[: len(numbers)] = torch.tensor(numbers[:7])
+    room[: min(len(numbers), 7)] = torch.tensor(numbers[:7], dtype=torch.int64)
     pair = torch.stack([room, -room])
     pair[:, 7] = int(flag)
     dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)

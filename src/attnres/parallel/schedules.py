@@ -47,7 +47,7 @@ def schedule_kind(name: str) -> ScheduleKind:
     """
     try:
         return SCHEDULES[name.lower()]
-    except KeyError:
+    except (KeyError, AttributeError):
         raise ConfigError(f"schedule is {name!r}; allowed: {', '.join(SCHEDULES)}") from None
 
 
@@ -74,6 +74,9 @@ def check_pipeline(
         ConfigError: It cannot; the message has what would fit.
     """
     kind = schedule_kind(schedule)
+    for name, value in (("microbatches", microbatches), ("virtual", virtual), *(("a cut", cut) for cut in cuts or ())):
+        if not isinstance(value, int):
+            raise ConfigError(f"{name} is {value!r}; allowed: a whole number")
     if microbatches < 1:
         raise ConfigError(f"microbatches is {microbatches}; allowed: 1 or more")
     if not kind.is_multi and virtual != 1:

@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
+from attnres.errors import ShapeError
 from attnres.parallel.layout import Leaf
 from attnres.parallel.ledger import Ledger
+from attnres.parallel.part import StagePart
 from attnres.parallel.plan import Hop, PipelinePlan
 from attnres.parallel.store import RankStore
 
@@ -90,6 +93,21 @@ class CachedStage(PipelineStage):
         self.next_shapes: dict[str, Shape] = {}
         """Of the tensors at the end."""
         self.has_learned = False
+        self.taken: tuple[Shape, ...] = ()
+        """Of the first stage's inputs."""
+
+    @property
+    def part(self) -> StagePart:
+        """The part of the model, without what it is wrapped in."""
+        part = _unwrapped(self.submod)
+        assert isinstance(part, StagePart)
+        return part
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Divide again what a look at the shapes has put together; gradients stay."""
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @property
     def hop(self) -> Hop | None:
@@ -121,11 +139,13 @@ class CachedStage(PipelineStage):
             outputs = _unwrapped(self.submod)(*inputs, **arguments)
         self.next_shapes = {}
         if not self.is_last:
-            leaves = self.plan.outgoing(self.stage_index).leaves
-            self.next_shapes = {leaf.key: Shape.of(out) for leaf, out in zip(leaves, outputs, strict=True)}
+            made = zip(self.plan.made(self.stage_index), outputs, strict=True)
+            known = {**self.shapes, **{leaf.key: Shape.of(out) for leaf, out in made}}
+            self.next_shapes = {leaf.key: known[leaf.key] for leaf in self.plan.outgoing(self.stage_index).leaves}
             if self.next_hop is not None and not self.next_hop.is_local:
                 self._send_meta(self.next_shapes, self.stage_index + 1)
         self.has_learned = True
+        self.taken = tuple(map(Shape.of, given)) if self.is_first else ()
         return self.next_shapes
 
     def _blank(self, shape: Shape) -> Tensor:
@@ -165,8 +185,11 @@ class CachedStage(PipelineStage):
     ) -> Any:
         """Put the state together, run the stage, keep what later stages of this rank will read."""
         inputs = tuple(args) if self.is_first else self._gather(fwd_chunk_id)
+        if self.is_first and tuple(map(Shape.of, inputs)) != self.taken:
+            seen = [list(each.shape) for each in inputs]
+            raise ShapeError(f"micro-batch {fwd_chunk_id} is {seen}; allowed: {[list(s.size) for s in self.taken]}")
         output = self.forward_maybe_with_nosync(*inputs, **(kwargs or {}))
-        outputs = {} if self.is_last else self._named(output)
+        outputs = {} if self.is_last else self._named(inputs, output)
         for key in self.plan.kept[self.stage_index] - self.shapes.keys():
             self.store.keep(fwd_chunk_id, key, outputs[key])
         self._passes[fwd_chunk_id] = _Pass(inputs=inputs, outputs=outputs)
@@ -176,9 +199,12 @@ class CachedStage(PipelineStage):
             self.output_chunks.append(output)
         return output if self.is_last else outputs
 
-    def _named(self, output: Sequence[Tensor]) -> dict[str, Tensor]:
-        leaves = self.plan.outgoing(self.stage_index).leaves
-        return {leaf.key: tensor for leaf, tensor in zip(leaves, output, strict=True)}
+    def _named(self, inputs: Sequence[Tensor], made: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The state at the end by key: what the stage was given and what it made."""
+        given = () if self.is_first else self.plan.incoming(self.stage_index).leaves
+        known = {leaf.key: tensor for leaf, tensor in zip(given, inputs, strict=False)}
+        known |= {leaf.key: out for leaf, out in zip(self.plan.made(self.stage_index), made, strict=True)}
+        return {leaf.key: known[leaf.key] for leaf in self.plan.outgoing(self.stage_index).leaves}
 
     def _end_without_backward(self, micro_batch: int) -> None:
         """Without a backward pass nothing is remembered but what is still to be sent, or read by a later stage."""
@@ -201,7 +227,7 @@ class CachedStage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send what the next rank lacks."""
-        if self.next_hop is None:
+        if self.next_hop is None or self.next_hop.is_local:
             return []
         outputs = self._passes[fwd_chunk_id].outputs
         sent = [(leaf, outputs[leaf.key].detach().contiguous()) for leaf in self.next_hop.leaves]
@@ -243,7 +269,7 @@ class CachedStage(PipelineStage):
         roots, root_grads = (loss, None) if self.is_last else self._roots(done.outputs, owed)
         arguments = {"stage_output": roots, "output_grads": root_grads, "input_values": list(done.inputs)}
         if full_backward:
-            gradients, _ = self.backward_maybe_with_nosync("full", arguments, last_backward=last_backward)
+            gradients = self._backward("full", arguments, last_backward)
         else:
             gradients = self._backward_to_inputs(bwd_chunk_id, arguments, last_backward)
         self._hand_back(bwd_chunk_id, gradients, owed)
@@ -253,22 +279,48 @@ class CachedStage(PipelineStage):
     def _backward_to_inputs(self, micro_batch: int, arguments: dict[str, Any], last_backward: bool) -> Any:
         """The half of a backward pass that the stage before waits for; `backward_weight_one_chunk` does the other.
 
-        With activation checkpointing both halves are done here: apart, each would recompute the stage once more for
-        every group of weights.
+        Both halves are done here where apart they would be wrong or waste: with activation checkpointing, which would
+        recompute the stage for every group of weights; where an input needs no gradient, since a weight's group is
+        found on the way from its gradient to the inputs; where a strategy's weights enter a graph in several places.
         """
-        if _is_checkpointed(self.submod):
+        if not self._can_split(arguments["input_values"]):
             self._whole.add(micro_batch)
-            return self.backward_maybe_with_nosync("full", arguments, last_backward=last_backward)[0]
+            return self._backward("full", arguments, last_backward)
         gradients, groups = (None,) * len(arguments["input_values"]), None
         if not self.is_first:  # there the other half is all of it
             if self.is_last:
                 arguments["stage_output"] = (arguments["stage_output"],)
-            gradients, groups = self.backward_maybe_with_nosync("input", arguments, last_backward=last_backward)
+            gradients, groups = self._guarded("input", arguments, last_backward)
         names = ("input_values", "stage_output", "output_grads")
         inputs, roots, root_grads = (arguments[name] for name in names)
         self.backward_state[micro_batch] = (inputs, groups, roots, root_grads)
         self.dw_runner[micro_batch] = _nothing
         return gradients
+
+    def _can_split(self, inputs: Sequence[Tensor]) -> bool:
+        if self.is_first:
+            return True
+        return (
+            not _is_checkpointed(self.submod)
+            and all(each.requires_grad for each in inputs if each.is_floating_point())
+            and self.part.decoder.base_model.residual.strategy.weights_meet_once
+        )
+
+    def _backward(self, kind: str, arguments: dict[str, Any], last_backward: bool) -> Any:
+        """Gradients of the inputs; of the weights on the way."""
+        roots = arguments["stage_output"]
+        if isinstance(roots, tuple) and not roots:  # nothing here is trained, and nothing before it
+            return (None,) * len(arguments["input_values"])
+        return self._guarded(kind, arguments, last_backward)[0]
+
+    def _guarded(self, kind: str, arguments: dict[str, Any], last_backward: bool) -> Any:
+        """PyTorch's own backward pass of a stage; an error in it is raised as it was, not as a list of tensors."""
+        try:
+            return self.backward_maybe_with_nosync(kind, arguments, last_backward=last_backward)
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The other half, unless it has been done."""

@@ -28,6 +28,7 @@ from attnres.models.convert import converted_base
 from attnres.models.families import Family
 from attnres.models.install import family_of_converted
 from attnres.parallel.bank import own_tokens
+from attnres.parallel.part import Elsewhere
 from attnres.parallel.sequence import TOKENS, GatherTokens, ReplicatedGradients, ScatterSum, TakeOwn, own_part
 from attnres.residual.rivals.hybrid_norm import ProjectionNormSite
 
@@ -114,6 +115,8 @@ class TensorParallel:
         """
         self.sum_gradients()
         grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        if not grads:
+            return torch.zeros(())
         whole = [_local(grad) for grad in grads if not _is_divided(grad)]
         divided = _squares([_local(grad) for grad in grads if _is_divided(grad)], whole)
         dist.all_reduce(divided, group=self.mesh.get_group())
@@ -152,6 +155,8 @@ def parallelize(model: Any, mesh: DeviceMesh, *, logits: Logits = "all") -> Tens
             all weights between read and write, or its strategy looks at other tokens.
     """
     base = converted_base(model)
+    if any(isinstance(module, Elsewhere) for module in model.modules()):
+        raise UnsupportedModelError("the model is a part of a pipeline; allowed: a whole model")
     family = family_of_converted(base)
     ranks = _check(base, mesh, logits)
     sublayers = list(_sublayers(base, family))

@@ -42,6 +42,8 @@ class Strategy(ABC):
     """Whether a read looks at tensors of the state that then get no weight; they count as moved."""
     crosses_tokens: ClassVar[bool] = False
     """Whether a write looks at other positions, so that step-by-step decoding would need a cache of its own."""
+    weights_meet_once: ClassVar[bool] = True
+    """Whether each parameter enters a model's graph at one site only."""
     short_name: ClassVar[str]
     """The word for it on a command line."""
     formula: ClassVar[str]

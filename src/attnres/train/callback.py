@@ -2,9 +2,10 @@
 
 A callback is told what happened and may keep a state of its own, which is part of every checkpoint. It must leave the
 model, the gradients of a step and the random generators as it finds them, or the run is no longer the one its config
-says.
+says. On a mesh only rank 0 has callbacks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ class RunContext:
     """What a callback is shown of a run."""
 
     model: nn.Module
-    """The model itself, never the compiled one."""
+    """The model itself, never the compiled one; on a mesh, what it was made of, whose weights may be elsewhere."""
     config: RunConfig
     """Resolved settings."""
     folder: Path
@@ -33,6 +34,9 @@ class RunContext:
     """Tokens trained on."""
     metrics: dict[str, Any]
     """The latest row of metrics; empty at the start."""
+    whole_model: Callable[[], nn.Module]
+    """Gives the model with all its weights on this process: itself, or on a mesh one made anew, as it was in the newest
+    checkpoint (at the end, that of the last step)."""
 
 
 class Callback(Protocol):

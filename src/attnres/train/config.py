@@ -9,6 +9,7 @@ from attnres.errors import ConfigError
 from attnres.optim import OptimConfig
 from attnres.optim.config import require
 from attnres.optim.schedule import decay_steps
+from attnres.parallel.config import ParallelConfig
 from attnres.residual import STRATEGIES, Strategy
 from attnres.train.serialize import Unions, from_dict, to_dict
 
@@ -112,9 +113,9 @@ class TrainConfig:
     steps: int = 1000
     """Optimizer steps of the run; may be raised when a run is resumed."""
     batch_size: int = 16
-    """Sequences of one forward and backward pass."""
+    """Sequences of one forward and backward pass, of all data ranks together."""
     accumulation: int = 1
-    """Passes whose gradients make one optimizer step."""
+    """Passes whose gradients make one optimizer step; in a pipeline they are its micro-batches."""
     grad_clip: float | None = 1.0
     """Largest norm of all gradients together; None does not clip."""
     eval_every: int = 100
@@ -132,7 +133,7 @@ class TrainConfig:
     eval_precision: Precision | None = None
     """Of evaluations; None: that of training. Rounding may differ between strategies, and float32 leaves it out."""
     compile: bool = False
-    """Whether the model runs through `torch.compile`."""
+    """Whether the model runs through `torch.compile`; on several processes each decoder layer by itself."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """Recompute the inside of each decoder layer in the backward pass instead of keeping it."""
     deterministic: bool = True
@@ -186,10 +187,13 @@ class RunConfig:
     """How it is updated."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """How long, how much at a time, and on what."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The processes it runs on; they decide no number but by rounding."""
 
     def __post_init__(self) -> None:
         require(isinstance(self.residual, Strategy), "residual", self.residual, ", ".join(UNIONS[Strategy]))
         self._check_start()
+        self.parallel.check_rows(self.train.batch_size)
         steps, warmup, decay = self.train.steps, self.optim.warmup_steps, decay_steps(self.train.steps, self.optim)
         if warmup + decay > steps:
             decays = f" and optim.decay_fraction={self.optim.decay_fraction} ({decay} steps)" if decay else ""

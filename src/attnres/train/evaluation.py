@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, final
+from typing import NamedTuple, Protocol, final
 
 import numpy as np
 import torch
@@ -23,6 +23,31 @@ class Evaluation(NamedTuple):
     """The same in bits per byte of text, which compares across tokenizers."""
 
 
+class Share(Protocol):
+    """Which windows of a batch this process reads, and the sum over all processes."""
+
+    def windows(self, starts: np.ndarray) -> tuple[np.ndarray, int]:
+        """Windows to read of a batch, at least one, and how many of them count."""
+        ...
+
+    def total(self, value: float) -> float:
+        """Sum of a number over all processes that read other windows."""
+        ...
+
+
+@final
+class WholeShare:
+    """Of a process that reads all windows."""
+
+    def windows(self, starts: np.ndarray) -> tuple[np.ndarray, int]:
+        """All of them."""
+        return starts, len(starts)
+
+    def total(self, value: float) -> float:
+        """The number."""
+        return value
+
+
 @final
 class Evaluator:
     """Evaluates a model on evenly spread windows of a split.
@@ -35,6 +60,7 @@ class Evaluator:
         sequences: Number of windows; fewer where the shard has fewer.
         batch_size: Windows read at once.
         device: Where the model is.
+        share: What this process reads, where several evaluate together; all of them have to.
 
     Raises:
         DataError: The context is longer than the shard.
@@ -50,15 +76,17 @@ class Evaluator:
         sequences: int,
         batch_size: int,
         device: str,
+        share: Share | None = None,
     ):
         self._model, self._loss, self._shard = model, loss, shard
         self._context, self._batch_size, self._device = context, batch_size, device
+        self._share = share or WholeShare()
         self.starts: np.ndarray = validation_windows(len(shard), context, sequences)
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets ``[B, T]``, on the model's device, in order; the last batch may be smaller."""
-        for first in range(0, len(self.starts), self._batch_size):
-            yield read_windows(self._shard, self.starts[first : first + self._batch_size], self._context, self._device)
+        for starts in self._batches_of_starts():
+            yield self._read(starts)
 
     def __call__(self) -> Evaluation:
         """Mean loss over all windows."""
@@ -66,8 +94,20 @@ class Evaluator:
         self._model.eval()
         try:
             with torch.no_grad():
-                total = sum(float(self._loss(*batch)) * len(batch[0]) for batch in self.batches())
+                total = sum(self._loss_of(starts) for starts in self._batches_of_starts())
         finally:
             self._model.train(was_training)
-        loss = total / len(self.starts)
+        loss = self._share.total(total) / len(self.starts)
         return Evaluation(loss, loss / (math.log(2) * self._shard.bytes_per_token))
+
+    def _batches_of_starts(self) -> Iterator[np.ndarray]:
+        for first in range(0, len(self.starts), self._batch_size):
+            yield self.starts[first : first + self._batch_size]
+
+    def _loss_of(self, starts: np.ndarray) -> float:
+        """Sum of the losses of this process's windows of a batch."""
+        own, count = self._share.windows(starts)
+        return float(self._loss(*self._read(own))) * count
+
+    def _read(self, starts: np.ndarray) -> tuple[Tensor, Tensor]:
+        return read_windows(self._shard, starts, self._context, self._device)

@@ -32,7 +32,7 @@ CHANGEABLE = frozenset(
         "model.pretrained",  # the same
     }
 )
-"""Settings that may differ when a run is resumed. All others decide numbers."""
+"""Settings that may differ when a run is resumed, as those of ``parallel`` may. All others decide numbers."""
 
 
 def check_new(folder: Path) -> None:
@@ -91,7 +91,8 @@ def check_same_run(folder: Path, asked: RunConfig) -> None:
     saved = load_run_config(folder)
     before, now = _flat(saved.to_dict()), _flat(asked.to_dict())
     for name in sorted(before.keys() | now.keys(), key=lambda name: (not name.endswith(".type"), name)):
-        if name not in CHANGEABLE and before.get(name) != now.get(name):
+        changeable = name in CHANGEABLE or name.startswith("parallel.")
+        if not changeable and before.get(name) != now.get(name):
             raise ConfigError(
                 f"cannot resume {folder}: {name} is {before.get(name)!r} there, but {now.get(name)!r} was asked for"
             )

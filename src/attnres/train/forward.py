@@ -5,9 +5,9 @@ several passes is the step in one to rounding.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,35 @@ def build_eval_loss(model: nn.Module, train: TrainConfig) -> Loss:
 
 def build_loss(model: nn.Module, train: TrainConfig) -> Loss:
     """The loss of a model under the precision and compilation of a resolved config."""
-    forward = torch.compile(model, dynamic=False) if train.compile else model
+    return loss_of(torch.compile(model, dynamic=False) if train.compile else model, train)
+
+
+def loss_of(forward: Callable[..., Any], train: TrainConfig) -> Loss:
+    """The loss of something that is called like a model, under the precision of a resolved config."""
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         with autocast(train):
             logits = forward(input_ids=inputs, use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+        return cross_entropy(logits, targets)
 
     return loss
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all tokens in nats, float32, of logits ``[B, T, vocabulary]`` and targets ``[B, T]``."""
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+class Passes(Protocol):
+    """Runs the passes of an optimizer step, on one process or on many."""
+
+    def accumulate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Add the gradient of the mean loss over all passes and processes to what is there; return that loss."""
+        ...
+
+    def clip(self, bound: float) -> Tensor:
+        """Scale all gradients down to a norm of at most ``bound`` together; return their norm before."""
+        ...
 
 
 class StepNumbers(NamedTuple):
@@ -51,26 +72,14 @@ class StepNumbers(NamedTuple):
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def backward(
-    loss: Loss,
-    batches: Sequence[tuple[Tensor, Tensor]],
-    parameters: Iterable[nn.Parameter],
-    *,
-    grad_clip: float | None,
-) -> StepNumbers:
+def backward(passes: Passes, batches: Sequence[tuple[Tensor, Tensor]], *, grad_clip: float | None) -> StepNumbers:
     """Accumulate the gradient of the mean loss over equal batches, and clip it.
 
     Args:
-        loss: What to minimise.
+        passes: How they are run.
         batches: Inputs and targets of each pass; all of the same shape.
-        parameters: Whose gradients are measured and clipped.
         grad_clip: Largest norm of all gradients together; None leaves them as they are.
     """
-    total = 0.0
-    for inputs, targets in batches:
-        value = loss(inputs, targets) / len(batches)
-        value.backward()
-        total = total + value.detach()
-    bound = math.inf if grad_clip is None else grad_clip
-    norm = torch.nn.utils.clip_grad_norm_(parameters, bound)
+    total = passes.accumulate(batches)
+    norm = passes.clip(math.inf if grad_clip is None else grad_clip)
     return StepNumbers(float(total), float(norm))

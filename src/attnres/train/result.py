@@ -1,27 +1,25 @@
 """The result of a run, from its metrics file so that it holds for the whole run however often it was resumed."""
 
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
-
-from torch import nn
 
 from attnres.optim import is_depth_parameter
 from attnres.train.position import Position
 from attnres.train.tracker import Row, read_metrics
 
 
-def build_result(folder: Path, model: nn.Module, position: Position, *, peak_memory_bytes: int) -> Row:
+def build_result(folder: Path, sizes: Mapping[str, int], position: Position, *, peak_memory_bytes: int) -> Row:
     """Contents of ``result.json``.
 
     Args:
         folder: Run folder with all metrics in it.
-        model: For its number of parameters; tied ones count once.
+        sizes: Numbers in each parameter of the model, tied ones once.
         position: Where the run ended.
         peak_memory_bytes: Largest memory of the run.
     """
     rows = read_metrics(folder)
     valid = [row for row in rows if row["kind"] == "valid"][-1]
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     return {
         "valid_loss": valid["loss"],
         "bits_per_byte": valid["bits_per_byte"],

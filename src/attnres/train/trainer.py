@@ -7,16 +7,19 @@ whose numbers are not finite is never applied.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
+import torch
 from torch import nn
 
 from attnres.data.sampler import Sampler
 from attnres.errors import CheckpointError, ConfigError, TrainingError
-from attnres.optim import build_optimizer, lr_multiplier
+from attnres.optim import GroupedOptimizer, lr_multiplier
+from attnres.parallel.mesh import Mesh
 from attnres.train.batch import TokenData, check_data, checksums, read_windows
 from attnres.train.callback import Callback, RunContext, callback_states, restore_callbacks
 from attnres.train.checkpoint import CHECKPOINTS, FORMAT, Checkpoint, Checkpoints
@@ -32,15 +35,16 @@ from attnres.train.folder import (
     lock,
     update_config,
 )
-from attnres.train.forward import StepNumbers, backward, build_eval_loss, build_loss
+from attnres.train.forward import StepNumbers, backward
 from attnres.train.memory import peak_memory_bytes, reset_peak_memory
 from attnres.train.position import Position
-from attnres.train.progress import Display, build_display
-from attnres.train.random_state import random_state, restore_random_state, seed_everything
+from attnres.train.progress import Display, SilentDisplay, build_display
 from attnres.train.result import build_result
 from attnres.train.runtime import enable_activation_checkpointing, resolve, runtime
+from attnres.train.several import SeveralProcesses
+from attnres.train.single import SingleProcess
 from attnres.train.tracker import JsonlTracker, Row, Tracker, build_trackers
-from attnres.train.weights import load_model_tensors, load_weights, model_tensors
+from attnres.train.weights import load_weights
 
 Resume = bool | Literal["fallback"]
 """``True``: from the newest checkpoint. ``"fallback"``: from the newest one that is whole."""
@@ -59,9 +63,13 @@ class Trainer:
         callbacks: Called as the run goes along.
         trackers: Where metrics go besides ``metrics.jsonl``; None takes those named in the config.
         progress: Whether to show progress on standard error; or a display of the caller's.
+        mesh: The processes that train together, each with a trainer of its own; None is this one alone. Rank 0 owns
+            the folder and calls callbacks and trackers.
+        rebuild: Makes the model anew, as it was before the first step, for callbacks that ask for a whole one on a
+            mesh; with False, its weights do not matter.
 
     Raises:
-        ConfigError: The vocabularies of model, config and data differ.
+        ConfigError: The vocabularies of model, config and data differ, or the mesh is not the config's.
         DataError: The context is longer than a shard.
         BackendUnavailableError: A device, precision or tracker was asked for by name and is not here.
     """
@@ -76,16 +84,25 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         trackers: Sequence[Tracker] | None = None,
         progress: bool | Display = True,
+        mesh: Mesh | None = None,
+        rebuild: Callable[[bool], nn.Module] | None = None,
     ):
         self.config = resolve(config)
         check_data(model, data, self.config)
+        if (1 if mesh is None else mesh.size) != self.config.parallel.size:
+            raise ConfigError(
+                f"the config is for {self.config.parallel.size} processes (parallel.pipeline x parallel.data); "
+                f"allowed: {'a mesh of as many' if mesh is None else mesh.size}"
+            )
         self.model, self.data, self.folder = model, data, Path(folder)
-        self.callbacks = tuple(callbacks)
+        self._mesh, self._rebuild = mesh, rebuild
+        self._is_first = mesh is None or mesh.is_first
+        self.callbacks = tuple(callbacks) if self._is_first else ()
         others = build_trackers(self.config.train.trackers) if trackers is None else trackers
-        self._trackers: list[Tracker] = [JsonlTracker(), *others]
+        self._trackers: list[Tracker] = [JsonlTracker(), *others] if self._is_first else []
         steps = self.config.train.steps
         shown = build_display(self.folder.name, steps, enabled=progress) if isinstance(progress, bool) else progress
-        self._display = shown
+        self._display: Display = shown if self._is_first else SilentDisplay()
         self.checkpoints = Checkpoints(self.folder / CHECKPOINTS)
         self.position = Position()
         self._row: Row = {}
@@ -102,50 +119,65 @@ class Trainer:
             CheckpointError: A checkpoint is damaged or does not fit the model.
             TrainingError: A loss or gradient was not finite. Checkpoints are as they were.
         """
-        with runtime(self.config.train):
+        with runtime(self.config.train), ExitStack() as owned:
             if not resume:
-                check_new(self.folder)
+                self._on_first(lambda: check_new(self.folder))
                 self._set_up()
                 self._begin(None)
-                create_run_folder(self.folder, self.config, self.data.tokenizer_path)
-                with lock(self.folder):
-                    return self._run(None)
-            check_same_run(self.folder, self.config)
-            with lock(self.folder):
-                clean_run_folder(self.folder)
-                self.checkpoints.clean()
-                checkpoint = self.checkpoints.newest(fallback=resume == "fallback")
-                self._set_up()
-                self._begin(checkpoint)
-                return self._run(None if checkpoint is None else checkpoint.step)
+                self._on_first(lambda: create_run_folder(self.folder, self.config, self.data.tokenizer_path))
+                self._on_first(lambda: owned.enter_context(lock(self.folder)))
+                return self._run(None)
+            self._on_first(lambda: check_same_run(self.folder, self.config))
+            self._on_first(lambda: owned.enter_context(lock(self.folder)))
+            self._on_first(self._clean)
+            self._set_up()
+            checkpoint = self._processes.newest(self.checkpoints, fallback=resume == "fallback")
+            self._begin(checkpoint)
+            return self._run(None if checkpoint is None else checkpoint.step)
+
+    @property
+    def optimizer(self) -> GroupedOptimizer:
+        """Updates the parameters of this process."""
+        return self._processes.optimizer
+
+    def _on_first(self, do: Callable[[], Any]) -> None:
+        """Do what only the owner of the folder does; its error is every process's."""
+        with nullcontext() if self._mesh is None else self._mesh.agreed():
+            if self._is_first:
+                do()
+
+    def _clean(self) -> None:
+        clean_run_folder(self.folder)
+        self.checkpoints.clean()
 
     def _set_up(self) -> None:
         """Make everything that follows from the config."""
         train, context = self.config.train, self.config.data.context
         enable_activation_checkpointing(self.model, train.activation_checkpointing)
-        self.model.to(train.device).train()
-        self.optimizer = build_optimizer(self.model, self.config.optim)
+        self.model.train()
+        if self._mesh is None:
+            self._processes = SingleProcess(self.model, self.config)
+        else:
+            self._processes = SeveralProcesses(self.model, self.config, self._mesh)
         self._shard = self.data.split("train")
         self.sampler = Sampler(
             len(self._shard), context=context, batch_size=train.batch_size * train.accumulation, seed=train.seed
         )
-        self._loss = build_loss(self.model, train)
         self.evaluator = Evaluator(
-            self.model,
-            self._loss if train.eval_precision is None else build_eval_loss(self.model, train),
+            self._processes.evaluated,
+            self._processes.eval_loss,
             self.data.split("valid"),
             context=context,
             sequences=train.eval_sequences,
             batch_size=train.batch_size,
             device=train.device,
+            share=self._processes.share,
         )
 
     def _begin(self, checkpoint: Checkpoint | None) -> None:
         """Put model, optimizer, data and random generators where the run starts or goes on."""
         if checkpoint is None:
-            if self.config.train.init_from is not None:
-                load_weights(self.model, self.config.train.init_from, may_lack_depth=True)
-            seed_everything(self.config.train.seed)
+            self._processes.start()
             self.position = Position()
             return
         state = checkpoint.state
@@ -155,11 +187,10 @@ class Trainer:
             raise CheckpointError(
                 f"{checkpoint.path} is at step {checkpoint.step}; allowed: at most {self.config.train.steps}"
             )
-        load_model_tensors(self.model, checkpoint.model, source=checkpoint.path)
-        self.optimizer.load_state_dict(checkpoint.optimizer)
+        self._processes.load(checkpoint)
         self.sampler.load_state_dict(state["sampler"])
         restore_callbacks(self.callbacks, state["callbacks"])
-        restore_random_state(state["random"])
+        self._processes.restore_random_state(state)
         self.position = Position(**state["position"])
 
     def _run(self, resumed_at: int | None) -> Row:
@@ -171,11 +202,12 @@ class Trainer:
             for tracker in self._trackers:
                 tracker.start(self.folder, self.config.to_dict(), step=resumed_at)
                 started.append(tracker)
-            update_config(self.folder, self.config)
+            self._on_first(lambda: update_config(self.folder, self.config))
             self._display.start(self.position.step)
             self._loop()
-            result = self._finish()
-            return result
+            found: Row = self._processes.from_first(self._finish)
+            result = found
+            return found
         finally:
             self._display.stop()
             for tracker in started:
@@ -205,11 +237,11 @@ class Trainer:
         multiplier = lr_multiplier(position.step, steps=train.steps, config=self.config.optim)
         starts = self.sampler.next_batch()
         batches = [
-            read_windows(self._shard, part, self.config.data.context, train.device)
+            read_windows(self._shard, self._processes.rows(part), self.config.data.context, train.device)
             for part in np.split(starts, train.accumulation)
         ]
         self.optimizer.zero_grad()
-        numbers = backward(self._loss, batches, self.model.parameters(), grad_clip=train.grad_clip)
+        numbers = backward(self._processes, batches, grad_clip=train.grad_clip)
         if not numbers.finite:
             raise TrainingError(self._not_finite(numbers, starts))
         self.optimizer.set_lr(multiplier)
@@ -230,6 +262,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         evaluation = self.evaluator()
+        self._processes.rest()
         if not np.isfinite(evaluation.loss):
             raise TrainingError(
                 f"the validation loss is {evaluation.loss} after step {self.position.step}; {self._last_checkpoint()}"
@@ -247,19 +280,17 @@ class Trainer:
             "position": {**vars(self.position), "peak_memory_bytes": self._peak_memory()},
             "sampler": self.sampler.state_dict(),
             "data": checksums(self.data),
-            "random": random_state(),
+            **self._processes.random_state(),
             "callbacks": callback_states(self.callbacks),
         }
-        path = self.checkpoints.save(
-            model=model_tensors(self.model), optimizer=self.optimizer.state_dict(), state=state
-        )
-        self.checkpoints.prune(self.config.train.keep_checkpoints)
+        path = self._processes.save(self.checkpoints, state)
+        self._on_first(lambda: self.checkpoints.prune(self.config.train.keep_checkpoints))
         for callback in self.callbacks:
             callback.on_checkpoint(self._context(), path)
 
     def _finish(self) -> Row:
         """Write ``result.json``."""
-        result = build_result(self.folder, self.model, self.position, peak_memory_bytes=self._peak_memory())
+        result = build_result(self.folder, self._processes.sizes, self.position, peak_memory_bytes=self._peak_memory())
         for callback in self.callbacks:
             callback.on_end(self._context(), result)
         replace_text(self.folder / RESULT, to_json(result))  # last, so that a run with a result lacks nothing
@@ -287,7 +318,25 @@ class Trainer:
             step=self.position.step,
             tokens=self.position.tokens,
             metrics=self._row,
+            whole_model=self._whole_model,
         )
+
+    def _whole_model(self) -> nn.Module:
+        """The model on this process alone; on a mesh one that is made anew, with the newest checkpoint."""
+        if self._mesh is None:
+            return self.model
+        if self._rebuild is None:
+            raise ConfigError(
+                "a callback asks for the whole model on a mesh; allowed with a trainer that can rebuild it"
+            )
+        saved = self.checkpoints.paths()
+        source = saved[-1] if saved else self.config.train.init_from
+        random_before = torch.get_rng_state()
+        model = self._rebuild(not saved)
+        if source is not None:
+            load_weights(model, source, may_lack_depth=not saved)
+        torch.set_rng_state(random_before)
+        return model.to(self.config.train.device).train()
 
     def _peak_memory(self) -> int:
         return max(self.position.peak_memory_bytes, peak_memory_bytes(self.config.train.device))

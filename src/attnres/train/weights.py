@@ -3,7 +3,7 @@
 Nothing is loaded in part: either every name and shape agrees and all is copied, or the error lists what does not.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -47,21 +47,50 @@ def load_model_tensors(
         CheckpointError: A tensor is missing, unknown or of another shape. The model is unchanged then.
     """
     targets = model_tensors(model)
+    check_fits(
+        {name: tensor.shape for name, tensor in tensors.items()},
+        {name: target.shape for name, target in targets.items()},
+        source=source,
+        model=type(model).__name__,
+        may_lack=may_lack,
+    )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            targets[name].copy_(tensor)
+
+
+def check_fits(
+    stored: Mapping[str, Sequence[int]],
+    wanted: Mapping[str, Sequence[int]],
+    *,
+    source: Path,
+    model: str,
+    may_lack: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Raise unless every name and shape agrees.
+
+    Args:
+        stored: Shapes of what is there.
+        wanted: Shapes of what the model has.
+        source: Where it is, for messages.
+        model: What the model is, for messages.
+        may_lack: Names that may be absent.
+
+    Raises:
+        CheckpointError: A tensor is missing, unknown or of another shape; all are listed.
+    """
     problems = {
-        "missing": [name for name in targets if name not in tensors and not may_lack(name)],
-        "not in this model": [name for name in tensors if name not in targets],
+        "missing": [name for name in wanted if name not in stored and not may_lack(name)],
+        "not in this model": [name for name in stored if name not in wanted],
         "of another shape": [
-            f"{name} {list(tensors[name].shape)} instead of {list(target.shape)}"
-            for name, target in targets.items()
-            if name in tensors and tensors[name].shape != target.shape
+            f"{name} {list(stored[name])} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if name in stored and tuple(stored[name]) != tuple(shape)
         ],
     }
     found = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items() if names)
     if found:
-        raise CheckpointError(f"{source} does not fit this {type(model).__name__}: {found}")
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            targets[name].copy_(tensor)
+        raise CheckpointError(f"{source} does not fit this {model}: {found}")
 
 
 def load_weights(model: nn.Module, source: Path | str, *, may_lack_depth: bool = False) -> Path:

@@ -49,6 +49,7 @@ class LearnedBlock(HistoryStrategy):
     and 2 tensors more a sublayer.
     """
 
+    weights_meet_once: ClassVar[bool] = False  # a gate is in every later read
     short_name: ClassVar[str] = "learned-block"
     formula: ClassVar[str] = "h = sum_l softmax_l(<w, norm(p_l) g> + log c_l) p_l;  p <- (1 - c) p + v"
     citation: ClassVar[str] = "this project; cf. Attention Residuals, arXiv 2603.15031, Eq. 5-6"
