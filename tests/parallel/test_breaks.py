@@ -18,8 +18,10 @@ from parallel.work_breaks import (
     old_note,
     one_steps_the_other_evaluates,
     partly_frozen,
+    plain_ddp,
     positions,
     refused,
+    replicated,
     sharded,
     thawed,
     two_steps,
@@ -203,3 +205,19 @@ def test_sharded_stages_add_up_over_steps_and_evaluations(processes, case, per_l
     for _ in range(2):
         one_process_step(model, case)
     check(processes.run(4, sharded, case, per_layer), model)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", [Case(), Case(tied=True), Case(schedule="interleaved1f1b", virtual=2)])
+def test_stages_in_pytorchs_ddp_have_the_gradients_of_one_process(processes, case, ranks):
+    model = small_model(case)
+    one_process_step(model, case)
+    check(processes.run(ranks, replicated, case), model)
+
+
+@pytest.mark.parametrize("checkpointing", [None, "non_reentrant"])
+def test_a_converted_model_in_pytorchs_ddp_has_the_gradients_of_one_process(processes, checkpointing):
+    case = Case(microbatches=1, checkpointing=checkpointing)
+    model = small_model(case)
+    one_process_step(model, case)
+    check(processes.run(2, plain_ddp, case), model)

@@ -209,6 +209,33 @@ def _shard_layers(part: nn.Module) -> nn.Module:
     return fully_shard(part, mesh=mesh)
 
 
+def replicated(case: Case) -> dict[str, torch.Tensor]:
+    """Two by two processes with PyTorch's DDP around each stage: two steps. A stage alone is the whole model."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("pipeline", "data"))
+    pipeline = Pipeline(
+        small_model(case),
+        group=mesh.get_group("pipeline"),
+        microbatches=case.microbatches,
+        schedule=case.schedule,
+        virtual=case.virtual,
+        wrap=lambda part: DistributedDataParallel(part, process_group=mesh.get_group("data")),
+    )
+    rank = mesh.get_local_rank("data")
+    own = [(inputs[rank : rank + 1], targets[rank : rank + 1]) for inputs, targets in batches(case)]
+    pipeline.step(own, cross_entropy)
+    return gradients(pipeline)
+
+
+def plain_ddp(case: Case) -> dict[str, torch.Tensor]:
+    """A converted model in DDP, without a pipeline."""
+    model = small_model(case)
+    ddp, rank = DistributedDataParallel(model), dist.get_rank()
+    (inputs, targets), *_ = batches(case)
+    logits = ddp(input_ids=inputs[rank : rank + 1], use_cache=False).logits
+    cross_entropy(logits, targets[rank : rank + 1]).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
 def sharded(case: Case, per_layer: bool) -> dict[str, torch.Tensor]:
     """Two by two processes: two steps, with a first evaluation between them."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
