@@ -4,13 +4,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-fast check format bench docs clean
+.PHONY: demo test test-ci test-fast check format bench docs clean
 
 demo: $(VENV)/.base
 	$(BIN)/attnres compare --arms prenorm block full --preset tiny --out runs/demo --resume
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+test-ci: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not grid" -n 2 --dist loadfile
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow"

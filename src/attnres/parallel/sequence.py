@@ -97,7 +97,8 @@ class ReplicatedGradients:
 
     ``sum`` is to be called once all backward passes of an optimizer step are done; a call without new gradients does
     nothing, so a hook before the step and the trainer may both ask. Where one is called between two backward passes,
-    the total stays on the first rank until the next, and nothing counts twice.
+    the total stays on the first rank until the next, and nothing counts twice. (`torch.autograd.grad` for one of these
+    parameters counts as a backward pass: call it before ``sum``.)
 
     Each number is added up on one rank and copied to the others, so the ranks' gradients are equal bit for bit, and
     with the same optimizer the parameters stay so. The sum is float32, or float64 for float64.
