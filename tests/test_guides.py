@@ -51,7 +51,7 @@ def test_the_guide_to_several_devices_runs_in_order(tmp_path):
             )
             assert done.returncode == 0, f"{line}\n{done.stderr[-1500:]}"
             printed += done.stdout
-    assert "rank 1: sent 196,608 bytes, holds 0" in printed
+    assert "rank 1: sent 65,536 bytes, holds 0" in printed
     assert "rank 1: 17 tokens, 8 of them its own" in printed
     assert (tmp_path / "runs" / "mesh-hf" / "config.json").is_file()
 

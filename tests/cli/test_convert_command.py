@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import AutoModelForCausalLM, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 from attnres.cli import main
 from attnres.interop.folder import open_folder
@@ -292,14 +292,12 @@ def test_a_checkpoint_saved_without_its_head_prefix_converts(tmp_path, capsys):
 
 
 def test_a_base_family_that_is_no_attention_and_mlp_is_refused_by_name(tmp_path, capsys):
-    shape = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
-    MambaForCausalLM(MambaConfig(**shape)).save_pretrained(tmp_path / "a")
+    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "pad_token_id": 0}
+    config = RecurrentGemmaConfig(num_attention_heads=4, lru_width=32, **shape)
+    RecurrentGemmaForCausalLM(config).save_pretrained(tmp_path / "a")
     tokenizer().save_pretrained(tmp_path / "a")
     message = refused(capsys, "convert", tmp_path / "a", tmp_path / "b", *BLOCK)
-    assert (
-        "MambaModel is no known family, and its layers (MambaBlock) do not look like one attention and one MLP"
-        in message
-    )
+    assert "RecurrentGemmaModel is no known family, and its layers (RecurrentGemmaDecoderLayer) do not look" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
 
 

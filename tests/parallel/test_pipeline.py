@@ -235,8 +235,10 @@ def test_a_tied_head_has_both_gradients_on_both_stages(processes, schedule, virt
     assert "model.embed_tokens.weight" in results[0]["tied"]
 
 
-def test_only_the_residual_path_trained(processes):
-    check_close(processes, Case(frozen=True, schedule="interleaved1f1b", virtual=2))
+@pytest.mark.parametrize("schedule", ["interleaved1f1b", "zbv"])
+def test_only_the_residual_path_trained(processes, schedule):
+    check_close(processes, Case(frozen=True, schedule=schedule, virtual=2))
+    check_close(processes, Case(frozen=True, tied=True, schedule=schedule, virtual=2))
 
 
 def test_nothing_is_left_after_fifty_steps(processes):

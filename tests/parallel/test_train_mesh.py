@@ -10,7 +10,7 @@ import torch
 from attnres.errors import ConfigError
 from attnres.parallel.config import SPLIT_SCHEDULES
 from attnres.train import Trainer, find_checkpoint, read_checkpoint, read_metrics
-from parallel.work_train import config_of, fit, fit_several, model_of
+from parallel.work_train import config_of, fit, fit_several, fit_with_another_rate, model_of
 from train.tiny_run import tiny_data
 
 DDP, FSDP = {"data": 2}, {"data": 2, "sharding": "fsdp"}
@@ -230,3 +230,18 @@ def test_a_mesh_without_processes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the config is for 2 processes"):
         Trainer(model_of("block"), tiny_data(), config_of(DDP), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_processes_with_different_settings_are_refused_before_there_is_a_folder(processes: Any, tmp_path: Path) -> None:
+    for message in processes.run(2, fit_with_another_rate, str(tmp_path / "run"), 1):
+        assert message == (
+            "rank 1 of 2 (pipeline 0, data 1) has another optim.lr (0.01, not 0.001) than rank 0; allowed: one config"
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_windows_of_an_evaluation_that_data_ranks_cannot_share_evenly(processes: Any, tmp_path: Path) -> None:
+    others = {"eval_sequences": 7, "steps": 2}
+    reference = one_process(tmp_path / "one", **others)
+    processes.run(4, fit_several, [(str(tmp_path / "mesh"), BOTH_FSDP, others)], group_seconds=30, timeout=90)
+    assert_same_rows(tmp_path / "mesh", reference)

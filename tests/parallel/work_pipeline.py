@@ -157,9 +157,7 @@ def routed_step(parts: Sequence[StagePart], plan: PipelinePlan, case: Case, step
             arguments = [given.get(leaf.key, own.get(leaf.key)) for leaf in plan.incoming(stage).leaves]
             result = part(*arguments) if stage else part(inputs)
             if stage < len(parts) - 1:
-                known = dict(zip([leaf.key for leaf in plan.incoming(stage).leaves], arguments, strict=False))
-                known |= zip([leaf.key for leaf in plan.made(stage)], result, strict=True)
-                state = {leaf.key: known[leaf.key] for leaf in plan.outgoing(stage).leaves}
+                state = dict(zip([leaf.key for leaf in plan.outgoing(stage).leaves], result, strict=True))
                 own |= {key: state[key] for key in own.keys() | plan.kept[stage] if key in state}
         loss = cross_entropy(result, targets) / case.microbatches
         loss.backward()

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 from transformers import LlamaConfig
 
+from attnres.errors import ConfigError
 from attnres.models import build
 from attnres.optim import OptimConfig
 from attnres.parallel.config import ParallelConfig
@@ -117,3 +118,14 @@ def fit_several(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list
     """One call of the pool for many runs."""
     forget_groups()
     return [fit(folder, parallel, **others) for folder, parallel, others in cases]
+
+
+def fit_with_another_rate(folder: str, rank: int) -> str:
+    """Train with another learning rate on one rank; what this one is told."""
+    forget_groups()
+    rate = 1e-2 if torch.distributed.get_rank() == rank else 1e-3
+    try:
+        fit(folder, {"data": 2}, optim={"lr": rate})
+    except ConfigError as error:
+        return str(error)
+    return "nothing"

@@ -139,7 +139,7 @@ def _begin(comparison: Comparison, out: Path, *, resume: bool, jobs: int) -> dic
     """Check, make or extend the folder, and name the runs that are not finished, each with whether it has begun."""
     if out.exists() and not resume:
         raise ConfigError(f"comparison folder {out} exists; allowed: a new path, or --resume to go on with it")
-    if out.exists() and not (out / COMPARE).is_file():
+    if out.exists() and not (out / COMPARE).is_file() and any(out.iterdir()):
         raise ConfigError(f"{out} has no {COMPARE}, so there is no comparison to go on with")
     _check(comparison, out)
     out.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,8 @@ def _check(comparison: Comparison, out: Path) -> None:
         for _, config in comparison.runs():
             if config.optim.train_only == "depth" and config.train.seed == comparison.seeds[0]:
                 freeze_base(build_model(config, weights=False))
-    old = [(arm, out / name) for arm, names in _read(out)["runs"].items() for name in names] if out.exists() else []
+    is_there = (out / COMPARE).exists()
+    old = [(arm, out / name) for arm, names in _read(out)["runs"].items() for name in names] if is_there else []
     settled = [(out / name, resolve(config)) for name, config in comparison.runs()]
     for arm, folder in old:
         if not folder.exists():

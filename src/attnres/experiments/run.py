@@ -70,9 +70,9 @@ def check_layout(config: RunConfig) -> None:
             cuts=layout.cuts,
         )
     except ConfigError as error:
+        passes = " (--train.accumulation: the passes of a step)" if "micro-batches" in str(error) else ""
         raise ConfigError(
-            f"parallel.pipeline={layout.pipeline} with parallel.virtual={layout.virtual} does not fit: {error} "
-            "(micro-batches are the passes of train.accumulation)"
+            f"parallel.pipeline={layout.pipeline} with parallel.virtual={layout.virtual} does not fit: {error}{passes}"
         ) from error
 
 

@@ -117,7 +117,7 @@ class ParallelConfig:
         if not is_launched(environment):
             raise ConfigError(
                 f"{mesh} takes {self.size} processes, but there is one; allowed: "
-                f"torchrun --nproc-per-node {self.size} -m attnres ..."
+                f"torchrun --nproc-per-node {self.size} -m attnres ..., or parallel.pipeline=1 and parallel.data=1"
             )
         fitting = [f"{count} x {started // count}" for count in range(1, started + 1) if started % count == 0]
         raise ConfigError(
@@ -133,7 +133,12 @@ def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
 
 def world_size(environment: Mapping[str, str] = os.environ) -> int:
     """Processes that were started together; 1 without a launcher."""
-    return int(environment["WORLD_SIZE"]) if is_launched(environment) else 1
+    if not is_launched(environment):
+        return 1
+    given = environment["WORLD_SIZE"]
+    if not given.isdecimal():
+        raise ConfigError(f"WORLD_SIZE is {given!r} in the environment; allowed: a whole number, as torchrun sets it")
+    return int(given)
 
 
 def is_first_process(environment: Mapping[str, str] = os.environ) -> bool:

@@ -5,6 +5,7 @@ next transfer broken, or timed out; they look for a note, and otherwise for who 
 """
 
 import contextlib
+import re
 import time
 import traceback
 from collections.abc import Iterator
@@ -122,4 +123,5 @@ def _is_from_transfer(error: BaseException) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+    line = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line)[:200] or type(error).__name__  # without the place in gloo's own source

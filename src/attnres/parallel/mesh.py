@@ -25,6 +25,8 @@ from attnres.parallel.config import ParallelConfig, restarts
 from attnres.parallel.failures import RankFailure, told_to_all
 
 T = TypeVar("T")
+PATIENCE_SECONDS = 3600.0
+"""How long ranks wait for what rank 0 does alone, where the time-out of transfers is shorter."""
 
 
 @final
@@ -50,6 +52,9 @@ class Mesh:
             device, (config.pipeline, config.data), mesh_dim_names=("pipeline", "data")
         )
         self.rank, self.size = dist.get_rank(), config.size
+        # what rank 0 does alone (text to tokens, a look along depth) may take longer than any transfer
+        limit = timedelta(seconds=max(config.timeout, PATIENCE_SECONDS))
+        self._patient: Any = dist.new_group(backend="gloo", timeout=limit)
         self.pipeline_rank = self.devices.get_local_rank("pipeline")
         self.data_rank = self.devices.get_local_rank("data")
 
@@ -74,17 +79,20 @@ class Mesh:
         return self.devices.get_group("pipeline")
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def agreed(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         """Leave the block on all ranks, or raise on all ranks: the error of the lowest rank that has one.
 
         There must be no collective inside, or a rank with an error leaves the others in it.
+
+        Args:
+            group: Of all ranks, to compare notes over; None is the default one.
         """
         found: Exception | None = None
         try:
             yield
         except Exception as error:  # noqa: BLE001  # it is raised below, on every rank
             found = error
-        reports = self.gather(None if found is None else Report.of(found))
+        reports = self.gather(None if found is None else Report.of(found), group)
         failed = {rank: report for rank, report in enumerate(reports) if report is not None}
         if not failed:
             return
@@ -94,20 +102,20 @@ class Mesh:
         alike = set(failed) == set(range(self.size))
         raise report.error("" if alike or rank == 0 else f"{self.name_of(rank)}: ") from found
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
         """The values of all ranks, in order."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
         return values
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, on every rank; an error of it is raised on every rank.
+        """What rank 0 makes, on every rank, however long it takes; an error of it is raised on every rank.
 
         Raises:
             Exception: What ``make`` raises.
         """
         made: list[Any] = [None]
-        with self.agreed():
+        with self.agreed(self._patient):
             if self.is_first:
                 made = [make()]
         dist.broadcast_object_list(made, src=0)
@@ -115,7 +123,7 @@ class Mesh:
 
     def first_then_others(self, make: Callable[[], T]) -> T:
         """Let rank 0 make something on disk that the others then find there."""
-        with self.agreed():
+        with self.agreed(self._patient):
             made = make() if self.is_first else None
         with self.agreed():
             made = made if self.is_first else make()

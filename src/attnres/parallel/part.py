@@ -27,8 +27,8 @@ class StagePart(nn.Module):
     """The part of a converted model that one stage runs.
 
     Takes the token ids ``[B, T]`` (first stage) or the tensors of the state at its start, and returns those of the
-    state at its end that it made (`PipelinePlan.made`), or the logits ``[B, T, vocabulary]`` (last stage). Keyword
-    arguments, such as ``attention_mask`` and ``position_ids``, go to the model's own forward.
+    state at its end, or the logits ``[B, T, vocabulary]`` (last stage). Keyword arguments,
+    such as ``attention_mask`` and ``position_ids``, go to the model's own forward.
 
     Args:
         model: A converted model; its modules are not changed, and its tensors are shared, not copied.
@@ -64,15 +64,10 @@ class StagePart(nn.Module):
                 result = run(**self._enter(tensors), use_cache=False, **arguments)
             if self.is_last:
                 return result.logits if hasattr(result, "logits") else result.last_hidden_state
-            return self._made(self._outgoing.pop())
+            return self.plan.outgoing(self.stage).flatten(self._outgoing.pop())
         finally:
             self._incoming.clear()
             self._outgoing.clear()
-
-    def _made(self, state: Any) -> tuple[Tensor, ...]:
-        layout, made = self.plan.outgoing(self.stage), {leaf.key for leaf in self.plan.made(self.stage)}
-        flat = zip(layout.leaves, layout.flatten(state), strict=True)
-        return tuple(tensor for leaf, tensor in flat if leaf.key in made)
 
     def _enter(self, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """What the model's forward is given: token ids, or the state and something of the shape of an embedding."""

@@ -60,6 +60,8 @@ class Pipeline:
         cuts: Sublayers before each cut; None spreads them evenly.
         cache: What a rank keeps between its stages, see `attnres.parallel.plan.Cache`.
         device: Where this rank computes.
+        alike: Ranks of other pipelines that divide the weights of the same stages with this one (FSDP). They gather
+            together, so they have to learn shapes together.
         wrap: Makes of each `StagePart` what really runs, such as ``DistributedDataParallel`` or ``fully_shard``.
 
     Raises:
@@ -78,11 +80,13 @@ class Pipeline:
         cuts: Sequence[int] | None = None,
         cache: Cache = "all",
         device: torch.device | str = "cpu",
+        alike: dist.ProcessGroup | None = None,
         wrap: Callable[[StagePart], nn.Module] | None = None,
     ):
         _check_whole(model)
         residual = converted_base(model).residual
         self.group, self.microbatches, self.device = group, microbatches, torch.device(device)
+        self._alike = alike
         self.kind = check_pipeline(
             residual.num_sublayers,
             ranks=dist.get_world_size(group),
@@ -284,7 +288,10 @@ class Pipeline:
         Returns:
             Whether some rank has not done it before.
         """
-        equal, is_new = _compare(self.group, (*numbers, -1 if problem else 0), key not in self._learned, self.device)
+        is_new = key not in self._learned
+        if self._alike is not None:
+            _, is_new = _compare(self._alike, (), is_new, self.device)
+        equal, is_new = _compare(self.group, (*numbers, -1 if problem else 0), is_new, self.device)
         if problem or not equal:
             check_agreement(self.group, problem or here, wrong=bool(problem))
         return is_new

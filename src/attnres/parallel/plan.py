@@ -100,11 +100,6 @@ class PipelinePlan:
         """The state at the end of a stage."""
         return self.states[stage + 1]
 
-    def made(self, stage: int) -> tuple[Leaf, ...]:
-        """What of the state at the end of a stage was made in it."""
-        given = {leaf.key for leaf in self.states[stage].leaves} if stage else set()
-        return tuple(leaf for leaf in self.states[stage + 1].leaves if leaf.key not in given)
-
 
 def plan_pipeline(
     strategy: Strategy,

@@ -94,7 +94,7 @@ def _check_microbatches(kind: ScheduleKind, ranks: int, microbatches: int, sched
     least = {"1F1B": ranks, "DualPipeV": 2 * ranks}.get(kind.name, 1)
     if microbatches < least:
         raise ConfigError(
-            f"{microbatches} micro-batches are too few for the schedule {schedule} on {ranks} ranks; allowed: {least} "
+            f"micro-batches are {microbatches}, too few for the schedule {schedule} on {ranks} ranks; allowed: {least} "
             "or more (or the schedule gpipe)"
         )
     rounds = max(1, microbatches // ranks)

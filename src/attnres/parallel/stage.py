@@ -139,9 +139,7 @@ class CachedStage(PipelineStage):
             outputs = _unwrapped(self.submod)(*inputs, **arguments)
         self.next_shapes = {}
         if not self.is_last:
-            made = zip(self.plan.made(self.stage_index), outputs, strict=True)
-            known = {**self.shapes, **{leaf.key: Shape.of(out) for leaf, out in made}}
-            self.next_shapes = {leaf.key: known[leaf.key] for leaf in self.plan.outgoing(self.stage_index).leaves}
+            self.next_shapes = {key: Shape.of(tensor) for key, tensor in self._named(outputs).items()}
             if self.next_hop is not None and not self.next_hop.is_local:
                 self._send_meta(self.next_shapes, self.stage_index + 1)
         self.has_learned = True
@@ -189,7 +187,7 @@ class CachedStage(PipelineStage):
             seen = [list(each.shape) for each in inputs]
             raise ShapeError(f"micro-batch {fwd_chunk_id} is {seen}; allowed: {[list(s.size) for s in self.taken]}")
         output = self.forward_maybe_with_nosync(*inputs, **(kwargs or {}))
-        outputs = {} if self.is_last else self._named(inputs, output)
+        outputs = {} if self.is_last else self._named(output)
         for key in self.plan.kept[self.stage_index] - self.shapes.keys():
             self.store.keep(fwd_chunk_id, key, outputs[key])
         self._passes[fwd_chunk_id] = _Pass(inputs=inputs, outputs=outputs)
@@ -199,12 +197,10 @@ class CachedStage(PipelineStage):
             self.output_chunks.append(output)
         return output if self.is_last else outputs
 
-    def _named(self, inputs: Sequence[Tensor], made: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The state at the end by key: what the stage was given and what it made."""
-        given = () if self.is_first else self.plan.incoming(self.stage_index).leaves
-        known = {leaf.key: tensor for leaf, tensor in zip(given, inputs, strict=False)}
-        known |= {leaf.key: out for leaf, out in zip(self.plan.made(self.stage_index), made, strict=True)}
-        return {leaf.key: known[leaf.key] for leaf in self.plan.outgoing(self.stage_index).leaves}
+    def _named(self, output: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The state at the end by key."""
+        leaves = self.plan.outgoing(self.stage_index).leaves
+        return {leaf.key: tensor for leaf, tensor in zip(leaves, output, strict=True)}
 
     def _end_without_backward(self, micro_batch: int) -> None:
         """Without a backward pass nothing is remembered but what is still to be sent, or read by a later stage."""

@@ -76,7 +76,8 @@ def _weight(part: StagePart) -> nn.Parameter:
 
 
 def _own_weight(part: StagePart) -> None:
-    weight = nn.Parameter(_weight(part).detach().clone())
+    shared = _weight(part)
+    weight = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
     part.decoder.get_input_embeddings().weight = weight
     part.decoder.get_output_embeddings().weight = weight
 

@@ -90,7 +90,10 @@ class Checkpoints:
         with publish_folder(target, replace=False) as folder:
             for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer)):
                 contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
-                save_file(contiguous, folder / name, metadata={"format": "pt"})
+                try:
+                    save_file(contiguous, folder / name, metadata={"format": "pt"})
+                except SafetensorError as error:  # a full disk, told without its number
+                    raise CheckpointError(f"the checkpoint could not be written to {target}: {error}") from error
                 (folder / name).chmod(0o644)  # safetensors makes files that only their owner may read
             (folder / STATE).write_text(json.dumps(state, allow_nan=False) + "\n", encoding="utf-8")
             (folder / MANIFEST).write_text(to_json(_manifest(folder, state["step"])), encoding="utf-8")

@@ -136,6 +136,15 @@ def lock(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """A field in which two configs (`RunConfig.to_dict`) differ, with both values; None where they are equal."""
+    before, now = _flat(one), _flat(other)
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            return f"{name} ({now.get(name)!r}, not {before.get(name)!r})"
+    return None
+
+
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in data.items():

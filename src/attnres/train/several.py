@@ -259,6 +259,7 @@ class _Staged:
             cuts=layout.cuts,
             cache=layout.cache,
             device=torch.device(train.device, torch.cuda.current_device()) if train.device == "cuda" else "cpu",
+            alike=mesh.data_group if layout.is_sharded else None,
             wrap=(lambda part: shard(part, mesh.data_mesh)) if layout.is_sharded else None,
         )
         self.modules = self._pipeline.modules

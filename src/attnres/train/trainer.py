@@ -32,6 +32,7 @@ from attnres.train.folder import (
     check_same_run,
     clean_run_folder,
     create_run_folder,
+    first_difference,
     lock,
     update_config,
 )
@@ -120,6 +121,7 @@ class Trainer:
             TrainingError: A loss or gradient was not finite. Checkpoints are as they were.
         """
         with runtime(self.config.train), ExitStack() as owned:
+            self._check_alike()
             if not resume:
                 self._on_first(lambda: check_new(self.folder))
                 self._set_up()
@@ -134,6 +136,18 @@ class Trainer:
             checkpoint = self._processes.newest(self.checkpoints, fallback=resume == "fallback")
             self._begin(checkpoint)
             return self._run(None if checkpoint is None else checkpoint.step)
+
+    def _check_alike(self) -> None:
+        """Raise unless all processes are about to train the same run on the same tokens."""
+        if self._mesh is None:
+            return
+        told = self._mesh.gather((self.config.to_dict(), checksums(self.data)))
+        for rank, (config, data) in enumerate(told):
+            name = first_difference(told[0][0], config)
+            if name is not None:
+                raise ConfigError(f"{self._mesh.name_of(rank)} has another {name} than rank 0; allowed: one config")
+            if data != told[0][1]:
+                raise ConfigError(f"{self._mesh.name_of(rank)} has other tokens than rank 0; allowed: one dataset")
 
     @property
     def optimizer(self) -> GroupedOptimizer:

@@ -253,7 +253,8 @@ def prefill_memory(size: ModelSize, plan: PipelinePlan, strategy: Strategy, requ
     blocks, held = _prefill_sources(strategy, size.num_sublayers, size.dim)
     count = partial(bank_bytes, tokens=request.prompt, dim=size.dim, element_bytes=request.element_bytes)
     ranks, chunk = request.tensor, request.chunk
-    by_rank = [sum(_weights(size, plan, s, request)[0] for s in plan.stages_of(r)) for r in range(plan.num_ranks)]
+    whole = replace(request, sharding="ddp")  # a forward pass has its stages' weights together, however they are stored
+    by_rank = [sum(_weights(size, plan, s, whole)[0] for s in plan.stages_of(r)) for r in range(plan.num_ranks)]
     return PrefillMemory(
         weights=max(by_rank) * request.element_bytes,
         cache=_cache_bytes(size, plan, request),

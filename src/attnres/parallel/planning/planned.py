@@ -80,7 +80,9 @@ def plan_run(request: PlanRequest) -> Planned:
 
 def _model(request: PlanRequest) -> tuple[str, Any, Strategy]:
     if request.config is not None:
-        return str(request.config), read_config(request.config), BlockAttnRes(num_blocks=8, remainder="balanced")
+        shape = read_config(request.config)
+        blocks = min(8, 2 * getattr(shape, "num_hidden_layers", 8))
+        return str(request.config), shape, BlockAttnRes(num_blocks=blocks, remainder="balanced")
     assert request.model is not None  # a request has one of the two
     known = known_model(request.model)
     return request.model, known.shape() if callable(known.shape) else known.shape, known.residual

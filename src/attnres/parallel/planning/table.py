@@ -133,6 +133,8 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "parameters": lambda value: _significant(value, _COUNT),
     "flop": lambda value: _significant(value, _FLOP),
     "bytes": lambda value: _scaled(value, {1e12: "TB", 1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "B"}, 2),
+    "flop per second": lambda value: f"{_significant(value, _FLOP)}/s",
+    "bytes per second": lambda value: f"{_FORMATS['bytes'](value)}/s",
     "seconds": lambda value: _scaled(value, {1.0: "s", 1e-3: "ms", 1e-6: "us"}, 3),
     "share": lambda value: f"{100 * value:.2f} %" if not 0 < abs(value) < 1e-4 else f"{100 * value:.2g} %",
     "vectors": lambda value: f"{value:.4g}d",

@@ -156,7 +156,7 @@ def prefill_table(planned: Planned) -> Table:
     memory = prefill_memory(planned.size, planned.arm.plan, planned.strategy, request)
     shared, chunk = f"blocks, {request.tensor} tensor ranks", f"blocks, chunks of {request.chunk}"
     rows: list[Quantity] = [
-        ("weights", memory.weights, "bytes", "largest rank, in the dtype of the stream"),
+        ("weights", memory.weights, "bytes", "largest rank, in the dtype of the stream, / tensor"),
         ("keys and values", memory.cache, "bytes", "not public" if memory.cache is None else "of the whole prompt"),
         ("blocks, one rank", memory.whole, "bytes", "N tokens D bytes (paper, section 4.2)"),
         (shared, memory.shared, "bytes", "N (tokens / ranks) D bytes"),

@@ -2,9 +2,12 @@
 
 from fractions import Fraction
 
+from attnres.parallel.planning.hardware import accelerator
 from attnres.parallel.planning.io_table import depth_attention_flops, exact_mean, paper_table, traffic
+from attnres.parallel.planning.memory import training_memory
 from attnres.parallel.planning.models import known_model
 from attnres.parallel.planning.planned import Planned
+from attnres.parallel.planning.request import PlanRequest
 from attnres.parallel.planning.sizes import CHUNK
 from attnres.parallel.planning.table import Column, Quantity, Table, quantities
 from attnres.residual import PreNorm, Strategy
@@ -34,7 +37,25 @@ def summary_table(planned: Planned) -> Table:
             "what the paper states for a pipeline, section 4.1",
         ),
     ]
-    return quantities("summary", "Plan", rows, *planned.size.notes)
+    return quantities("summary", "Plan", [*rows, _fits(planned)], *planned.size.notes, *_not_built(request))
+
+
+def _fits(planned: Planned) -> Quantity:
+    """Whether training fits the memory of every rank."""
+    request, device = planned.request, accelerator(planned.request.gpu)
+    ranks = training_memory(planned.size, planned.arm.plan, planned.order, planned.strategy, request)
+    fullest = max(ranks, key=lambda rank: rank.total)
+    found = {rank.fits(device.memory) for rank in ranks}
+    answer = next(word for word in ("no", "?", "yes") if word in found)
+    told = f"rank {fullest.rank} needs {fullest.total / 1e9:.0f} of {device.memory / 1e9:.0f} GB; see the table below"
+    return ("training fits", answer, "text", told)
+
+
+def _not_built(request: PlanRequest) -> tuple[str, ...]:
+    """What this project cannot run yet of what is planned."""
+    if request.tensor > 1 and request.pipeline > 1:
+        return ("Tensor and pipeline ranks together are planned here; this project does not run them together yet.",)
+    return ()
 
 
 def parameters_table(planned: Planned) -> Table:

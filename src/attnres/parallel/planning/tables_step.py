@@ -111,9 +111,9 @@ def assumptions_table(planned: Planned) -> Table:
     device, share = accelerator(request.gpu), request.efficiency
     links = LINKS.values() if request.link == "node" else (LINKS[request.link],)
     rows: list[Quantity] = [
-        ("operations a second", device.flops, "flop", device.source),
-        ("memory, bytes a second", device.memory_bandwidth, "bytes", "the same"),
-        *((f"{link.name}, bytes a second", link.bandwidth, "bytes", link.source) for link in links),
+        ("operations", device.flops, "flop per second", device.source),
+        ("memory", device.memory_bandwidth, "bytes per second", "the same"),
+        *((link.name, link.bandwidth, "bytes per second", link.source) for link in links),
         *((f"{link.name}, latency", link.latency, "seconds", "assumed") for link in links),
         ("share of operations", share.compute, "share", "assumed: --efficiency.compute"),
         ("share of memory", share.memory, "share", "assumed: --efficiency.memory"),
