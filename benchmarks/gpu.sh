@@ -45,7 +45,7 @@ missing=$("$PYTHON" -c 'import attnres.cli.bench, attnres.cli.console, attnres.b
 mkdir -p "$OUT" || fail "OUT is $OUT, which cannot be made"
 gpu=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())')
 
-# Each stage has a limit of its own, 550 seconds together, so that the table comes whatever happens before it.
+# each stage has a limit of its own, 550 seconds together, so that the table comes whatever happens before it.
 status=0
 stage() {
     local seconds=$1 name=$2
@@ -61,15 +61,18 @@ op=("${bench[@]}" op --device cuda --dtypes bfloat16 --budget-s 1 --csv "$OUT/op
 if [ -e tests/ops/test_triton_gpu.py ]; then
     stage 100 "kernels against the reference" "$PYTHON" -m pytest -q -p no:cacheprovider tests/ops/test_triton_gpu.py
 fi
-stage 130 "one read" "${op[@]}" --no-compile --token-reads 500 \
+if [ -e tests/parallel/test_one_rank.py ]; then
+    stage 40 "a pipeline on one rank" "$PYTHON" -m pytest -q -p no:cacheprovider tests/parallel/test_one_rank.py
+fi
+stage 110 "one read" "${op[@]}" --no-compile --token-reads 500 \
     --shapes 9x8192x7168 5x1024x7168 9x128x7168 2x1x7168 9x8192x4096
 stage 60 "all reads of a model" "${bench[@]}" phases --device cuda --dtype bfloat16 --tokens 8192 --dim 4096 \
     --sublayers 16 32 64 --rounds 7 --csv "$OUT/phases.csv" --figure "$OUT/depth-gpu.svg"
-stage 90 "whole model" "${bench[@]}" overhead --device cuda --precisions bfloat16 --dim 2048 --vocab 8192 \
+stage 80 "whole model" "${bench[@]}" overhead --device cuda --precisions bfloat16 --dim 2048 --vocab 8192 \
     --batch 4 --context 2048 --prompt 8192 --rounds 8 --csv "$OUT/overhead.csv"
 stage 70 "first and next token" "${bench[@]}" inference --device cuda --precisions bfloat16 --dim 4096 --vocab 8192 \
     --prompt 8192 --chunks 1000 --cached 1024 --rounds 5 --csv "$OUT/inference.csv"
-stage 40 "memory" "${bench[@]}" memory --device cuda --read 9x8192x7168 --dim 1024 --layers 8 16 --csv "$OUT/memory.csv"
+stage 30 "memory" "${bench[@]}" memory --device cuda --read 9x8192x7168 --dim 1024 --layers 8 16 --csv "$OUT/memory.csv"
 stage 60 "one read, with compiled peers" "${op[@]}" --token-reads 0 --shapes 9x8192x7168
 
 echo "== one read on $gpu, torch $torch: our share of the copy bandwidth; peers as multiples of our time,"
