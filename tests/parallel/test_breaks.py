@@ -157,7 +157,7 @@ def test_a_pipeline_goes_on_after_a_loss_that_raised(processes, case):
 )
 def test_what_is_wrong_with_a_loss_is_told_on_all_ranks(processes, kind, expected):
     with_the_loss, other = None, None
-    other, with_the_loss = processes.run(2, bad_loss, kind, group_seconds=20)
+    other, with_the_loss = processes.run(2, bad_loss, kind, group_seconds=6)
     assert re.fullmatch(expected, with_the_loss)
     assert re.match(r"RankFailure: rank 0 stopped in a pipeline step, because rank 1 failed: ", other)
     assert expected.partition(": ")[2].replace("\\", "").strip("'")[:20] in other
