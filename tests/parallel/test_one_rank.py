@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.work_pipeline import Case, batches, cross_entropy, evaluation_batch, small_model
 
 from attnres.parallel.pipeline import Pipeline
+from parallel.work_pipeline import Case, batches, cross_entropy, evaluation_batch, small_model
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
