@@ -1,20 +1,18 @@
 """The model and the data that a run's config asks for."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, KimiLinearConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, KimiLinearConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from attnres.data import END_OF_TEXT_ID, Dataset, default_dataset, open_dataset
-from attnres.errors import AttnResError, ConfigError
+from attnres.errors import ConfigError
 from attnres.experiments.pretrained import load_pretrained, weights_sha256
 from attnres.models import build, convert
+from attnres.models.given import config_of, read_settings, told_in_one_line
 from attnres.train import DataConfig, ModelConfig, RunConfig
 
 
@@ -36,7 +34,7 @@ def build_model(config: RunConfig, *, weights: bool = True) -> Any:
     """
     torch.manual_seed(config.train.seed)
     shape = hf_config(config.model, config.data)
-    with _told_in_one_line():
+    with told_in_one_line():
         if config.model.pretrained is None:
             return build(shape, config.residual, dtype=torch.float32)
         if weights:
@@ -145,10 +143,7 @@ def _content(source: str, *, name: str = "model.hf_config") -> str:
 
 
 def _given_config(source: str, data: DataConfig, *, name: str = "model.hf_config") -> PreTrainedConfig:
-    settings = dict(_read_hf_config(source, name=name))
-    kind = settings.pop("model_type")
-    with _told_in_one_line():
-        config = AutoConfig.for_model(kind, **settings)
+    config = config_of(_read_hf_config(source, name=name))
     seen = getattr(config, "vocab_size", None)
     if seen != data.vocab_size:
         raise ConfigError(f"{name} has vocab_size {seen}; allowed: {data.vocab_size}, the data's (data.vocab_size)")
@@ -157,35 +152,8 @@ def _given_config(source: str, data: DataConfig, *, name: str = "model.hf_config
 
 def _read_hf_config(source: str, *, name: str = "model.hf_config") -> dict[str, Any]:
     """The settings in a ``config.json``, or in its content."""
-    inline = source.lstrip().startswith("{")
-    place = "its content" if inline else source
-    try:
-        settings = json.loads(source if inline else Path(source).read_text(encoding="utf-8"))
-        if not isinstance(settings["model_type"], str):
-            raise TypeError(f"model_type is {settings['model_type']!r}")
-    except OSError as error:
-        raise ConfigError(f"{name} is {place}; it cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{name} is {place}; allowed: a config.json with a model_type ({error!r})") from error
+    settings = read_settings(source, name=name)
     if name == "model.pretrained" and "attnres" in settings:
+        place = "its content" if source.lstrip().startswith("{") else source
         raise ConfigError(f"{name} is {place}, a model that is converted already; allowed: a plain one")
     return settings
-
-
-@contextmanager
-def _told_in_one_line() -> Iterator[None]:
-    """What Transformers finds wrong with a config is the user's to mend, but it has no exception class for it."""
-    try:
-        yield
-    except AttnResError:
-        raise
-    except (
-        StrictDataclassError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        KeyError,
-        RuntimeError,
-        ArithmeticError,
-    ) as error:
-        raise ConfigError(f"Transformers cannot use this model config: {error}") from error

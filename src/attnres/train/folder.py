@@ -89,13 +89,9 @@ def check_same_run(folder: Path, asked: RunConfig) -> None:
         ConfigError: A setting that decides numbers differs; the message has the field and both values.
     """
     saved = load_run_config(folder)
-    before, now = _flat(saved.to_dict()), _flat(asked.to_dict())
-    for name in sorted(before.keys() | now.keys(), key=lambda name: (not name.endswith(".type"), name)):
-        changeable = name in CHANGEABLE or name.startswith("parallel.")
-        if not changeable and before.get(name) != now.get(name):
-            raise ConfigError(
-                f"cannot resume {folder}: {name} is {before.get(name)!r} there, but {now.get(name)!r} was asked for"
-            )
+    for name, before, now in differences(saved, asked):
+        if name not in CHANGEABLE and not name.startswith("parallel."):
+            raise ConfigError(f"cannot resume {folder}: {name} is {before!r} there, but {now!r} was asked for")
     if asked.train.steps < saved.train.steps:
         raise ConfigError(
             f"cannot resume {folder}: train.steps is {saved.train.steps} there, but {asked.train.steps} was asked for; "
@@ -136,13 +132,12 @@ def lock(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """A field in which two configs (`RunConfig.to_dict`) differ, with both values; None where they are equal."""
-    before, now = _flat(one), _flat(other)
-    for name in sorted(before.keys() | now.keys()):
+def differences(one: RunConfig, other: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """The fields in which two configs differ, each with both values; a strategy's kind before its settings."""
+    before, now = _flat(one.to_dict()), _flat(other.to_dict())
+    for name in sorted(before.keys() | now.keys(), key=lambda name: (not name.endswith(".type"), name)):
         if before.get(name) != now.get(name):
-            return f"{name} ({now.get(name)!r}, not {before.get(name)!r})"
-    return None
+            yield name, before.get(name), now.get(name)
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

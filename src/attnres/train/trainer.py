@@ -32,7 +32,7 @@ from attnres.train.folder import (
     check_same_run,
     clean_run_folder,
     create_run_folder,
-    first_difference,
+    differences,
     lock,
     update_config,
 )
@@ -141,11 +141,12 @@ class Trainer:
         """Raise unless all processes are about to train the same run on the same tokens."""
         if self._mesh is None:
             return
-        told = self._mesh.gather((self.config.to_dict(), checksums(self.data)))
+        told = self._mesh.gather((self.config, checksums(self.data)))
         for rank, (config, data) in enumerate(told):
-            name = first_difference(told[0][0], config)
-            if name is not None:
-                raise ConfigError(f"{self._mesh.name_of(rank)} has another {name} than rank 0; allowed: one config")
+            name, first, here = next(differences(told[0][0], config), ("", None, None))
+            if name:
+                other = f"{name} ({here!r}, not {first!r})"
+                raise ConfigError(f"{self._mesh.name_of(rank)} has another {other} than rank 0; allowed: one config")
             if data != told[0][1]:
                 raise ConfigError(f"{self._mesh.name_of(rank)} has other tokens than rank 0; allowed: one dataset")
 

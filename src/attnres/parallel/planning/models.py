@@ -4,17 +4,15 @@ Sizes are public facts of the releases. Where a release does not say enough to b
 here, and a plan says which of its numbers are missing for that reason.
 """
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, KimiLinearConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import KimiLinearConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from attnres.errors import AttnResError, ConfigError
+from attnres.errors import ConfigError
+from attnres.models.given import config_of, read_settings
 from attnres.residual import BlockAttnRes, Strategy
 
 KIMI_LINEAR_FULL_ATTENTION = (4, 8, 12, 16, 20, 24, 27)
@@ -155,36 +153,7 @@ def read_config(path: Path) -> PreTrainedConfig:
     Raises:
         ConfigError: It is missing or is not a config.
     """
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        kind = settings.pop("model_type")
-        if not isinstance(kind, str):
-            raise TypeError(f"model_type is {kind!r}")
-    except OSError as error:
-        raise ConfigError(f"config is {path}; it cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"config is {path}; allowed: a config.json with a model_type ({error!r})") from error
-    with told_in_one_line():
-        return AutoConfig.for_model(kind, **settings)
-
-
-@contextmanager
-def told_in_one_line() -> Iterator[None]:
-    """What Transformers finds wrong with a config is the user's to mend, but it has no exception class for it."""
-    try:
-        yield
-    except AttnResError:
-        raise
-    except (
-        StrictDataclassError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        KeyError,
-        RuntimeError,
-        ArithmeticError,
-    ) as error:
-        raise ConfigError(f"Transformers cannot use this model config: {error}") from error
+    return config_of(read_settings(str(path), name="config"))
 
 
 def as_stated(shape: Any) -> StatedSizes | None:

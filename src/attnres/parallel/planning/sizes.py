@@ -16,8 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from attnres.errors import ConfigError
 from attnres.models import build
+from attnres.models.given import told_in_one_line
 from attnres.models.install import family_of_converted
-from attnres.parallel.planning.models import StatedSizes, told_in_one_line
+from attnres.parallel.planning.models import StatedSizes
 from attnres.residual import Strategy
 
 CHUNK = 64
