@@ -7,10 +7,8 @@ where a number is not the formula's.
 
 import json
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -18,13 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 from transformers import LlamaConfig
 
+from attnres.bench.ranks import ARMS, FORMULAS, cross_entropy, on_ranks, random_batches
 from attnres.models import build
-from attnres.parallel.formulas import comm_cached, comm_naive, comm_own_reused
 from attnres.parallel.pipeline import Pipeline
 from attnres.parallel.plan import Cache
 from attnres.residual import BlockAttnRes
@@ -32,8 +27,6 @@ from attnres.residual import BlockAttnRes
 DIM, ROWS, TOKENS, MICROBATCHES = 16, 2, 8, 4
 SOURCE_BYTES = ROWS * TOKENS * DIM * 4
 """One source of a micro-batch, in float32."""
-CACHES: tuple[Cache, ...] = ("off", "received", "all")
-FORMULAS: dict[str, Callable[..., Fraction]] = {"off": comm_naive, "received": comm_cached, "all": comm_own_reused}
 NAMES = {"off": "without cache", "received": "cached (paper)", "all": "own reused"}
 
 
@@ -66,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: python -m attnres.bench.ledger OUT", file=sys.stderr)
         return 0 if arguments in (["-h"], ["--help"]) else 2
     out = Path(arguments[0])
-    rows = [row for ranks in (2, 4) for row in _measure([case for case in [*GRID, FIGURE_3] if case.ranks == ranks])]
+    by_ranks = {ranks: [case for case in [*GRID, FIGURE_3] if case.ranks == ranks] for ranks in (2, 4)}
+    rows = [row for ranks, cases in by_ranks.items() for row in on_ranks(ranks, _rows, cases)]
     out.mkdir(parents=True, exist_ok=True)
     (out / "ledger.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     (out / "ledger.md").write_text(_markdown(rows), encoding="utf-8")
@@ -75,23 +69,9 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if wrong else 0
 
 
-def _measure(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """One set of processes for all cases of a number of ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, args=(list(cases), folder), nprocs=cases[0].ranks)
-        return json.loads((Path(folder) / "rows.json").read_text())
-
-
-def _rank(rank: int, cases: list[Case], folder: str) -> None:
-    torch.set_num_threads(1)
-    place, limit = f"file://{folder}/group", timedelta(minutes=5)
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=cases[0].ranks, timeout=limit)
-    try:
-        rows = [_row(case, cache) for case in cases for cache in CACHES]
-        if rank == 0:
-            (Path(folder) / "rows.json").write_text(json.dumps(rows))
-    finally:
-        dist.destroy_process_group()
+def _rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """What the ranks do: all cases one after the other."""
+    return [_row(case, cache) for case in cases for cache in ARMS]
 
 
 def _row(case: Case, cache: Cache) -> dict[str, Any]:
@@ -128,15 +108,10 @@ def _step(case: Case, cache: Cache) -> list[Any]:
     model = build(config, case.strategy, dtype=torch.float32)
     schedule = "1f1b" if case.virtual == 1 else "interleaved1f1b"
     pipeline = Pipeline(model, microbatches=MICROBATCHES, schedule=schedule, virtual=case.virtual, cache=cache)
-    ids = torch.randint(0, 32, (MICROBATCHES, ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(1))
-    pipeline.step([(row[:, :-1], row[:, 1:]) for row in ids], _loss)
+    pipeline.step(random_batches(MICROBATCHES, ROWS, TOKENS, vocab=32), cross_entropy)
     told: list[Any] = [None] * case.ranks
     dist.all_gather_object(told, pipeline.ledger.rows)
     return [row for rows in told for row in rows]
-
-
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def _is_source(transfer: Any) -> bool:
@@ -154,13 +129,13 @@ def _markdown(rows: Sequence[dict[str, Any]]) -> str:
 def _grid_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "Finished block sums sent in one step, forward, in bytes; gradients sent back are as many."
     yield ""
-    yield "| P | V | N_p | " + " | ".join(f"{NAMES[c]}: ledger | formula" for c in CACHES) + " | largest hop, blocks |"
+    yield ("| P | V | N_p | " + " | ".join(f"{NAMES[c]}: ledger | formula" for c in ARMS) + " | largest hop, blocks |")
     yield "|" + "---:|" * 10
     whole = [row for row in rows if "/" not in row["blocks_per_stage"]]
     for case in dict.fromkeys((row["ranks"], row["virtual"], row["blocks_per_stage"]) for row in whole):
         mine = {r["cache"]: r for r in whole if (r["ranks"], r["virtual"], r["blocks_per_stage"]) == case}
-        cells = [f"{mine[c]['block_bytes_forward']:,} | {int(mine[c]['formula_bytes']):,}" for c in CACHES]
-        largest = " / ".join(str(mine[c]["largest_hop_blocks"]) for c in CACHES)
+        cells = [f"{mine[c]['block_bytes_forward']:,} | {int(mine[c]['formula_bytes']):,}" for c in ARMS]
+        largest = " / ".join(str(mine[c]["largest_hop_blocks"]) for c in ARMS)
         yield f"| {' | '.join(map(str, case))} | {' | '.join(cells)} | {largest} |"
 
 
@@ -169,11 +144,11 @@ def _example_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "The paper's worked example (Fig. 3): P = 4, V = 2, a block spans two stages. Sources that each hop sends,"
     yield "the embedding E among them; `b2`, `b4` and `b6` end after 2, 4 and 6 sublayers: the paper's b1, b2 and b3."
     yield ""
-    yield "| hop to stage | on rank | " + " | ".join(NAMES[cache] for cache in CACHES) + " |"
-    yield "|---:|---:|" + "---|" * len(CACHES)
+    yield "| hop to stage | on rank | " + " | ".join(NAMES[cache] for cache in ARMS) + " |"
+    yield "|---:|---:|" + "---|" * len(ARMS)
     for index in range(7):
-        yield f"| {index + 1} | {(index + 1) % 4} | " + " | ".join(", ".join(example[c][index]) for c in CACHES) + " |"
-    totals = " | ".join(str(sum(map(len, example[cache]))) for cache in CACHES)
+        yield (f"| {index + 1} | {(index + 1) % 4} | " + " | ".join(", ".join(example[c][index]) for c in ARMS) + " |")
+    totals = " | ".join(str(sum(map(len, example[cache]))) for cache in ARMS)
     yield f"| all | | {totals} |"
 
 

@@ -4,32 +4,23 @@ All arms run in the same processes, step by step in turn, so that they share the
 of the ledger, which notes each transfer as it is started; beside them stands the paper's formula for the block sums.
 """
 
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from attnres.bench.models import ModelShape
 from attnres.bench.progress import say
+from attnres.bench.ranks import ARMS, FORMULAS, cross_entropy, on_ranks, random_batches
 from attnres.bench.results import significant
 from attnres.bench.timing import Times, interleaved, paired_ratios, spread, taken, wall_clock
 from attnres.errors import ConfigError
 from attnres.models import build
-from attnres.parallel.formulas import comm_cached, comm_naive, comm_own_reused
-from attnres.parallel.pipeline import Pipeline
+from attnres.parallel.pipeline import Batch, Pipeline
 from attnres.parallel.plan import Cache
 from attnres.residual import BlockAttnRes
-
-ARMS: tuple[Cache, ...] = ("off", "received", "all")
-FORMULAS = {"off": comm_naive, "received": comm_cached, "all": comm_own_reused}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +95,7 @@ def measure(bench: PipelineBench) -> Iterator[PipelineRow]:
     say(
         f"{bench.ranks} processes, {bench.virtual} stages each: warm-up, then {bench.rounds} rounds of {len(ARMS)} arms"
     )
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, args=(bench, folder), nprocs=bench.ranks)
-        told = torch.load(Path(folder) / "result.pt", weights_only=True)
+    told = on_ranks(bench.ranks, _run, bench)
     for arm in ARMS:
         yield _row(bench, arm, told["times"], told[arm])
 
@@ -141,27 +130,14 @@ def _schedule(bench: PipelineBench) -> str:
     return "1f1b" if bench.virtual == 1 else "interleaved1f1b"
 
 
-def _rank(rank: int, bench: PipelineBench, folder: str) -> None:
-    """What each process does."""
-    torch.set_num_threads(1)
-    place, limit = f"file://{folder}/group", timedelta(minutes=10)
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=bench.ranks, timeout=limit)
-    try:
-        result = _run(bench)
-        if rank == 0:
-            torch.save(result, Path(folder) / "result.pt")
-    finally:
-        dist.destroy_process_group()
-
-
 def _run(bench: PipelineBench) -> dict[str, Any]:
     torch.manual_seed(0)
     model = build(bench.shape.config, bench.strategy, dtype=torch.float32)
     pipelines = {arm: _pipeline(model, bench, arm) for arm in ARMS}
-    batches = _batches(bench)
+    batches = random_batches(bench.microbatches, bench.rows, bench.context, bench.shape.vocab)
     facts: dict[str, Any] = {}
     for arm, pipeline in pipelines.items():
-        pipeline.step(batches, _loss)  # learns the shapes; the ledger starts at the next
+        pipeline.step(batches, cross_entropy)  # learns the shapes; the ledger starts at the next
         facts[arm] = _facts(pipeline, batches)
     clock = wall_clock(torch.device("cpu"))
     steps = {arm: lambda pipeline=pipeline: _step(pipeline, batches) for arm, pipeline in pipelines.items()}
@@ -179,21 +155,21 @@ def _pipeline(model: Any, bench: PipelineBench, arm: Cache) -> Pipeline:
     return pipeline
 
 
-def _step(pipeline: Pipeline, batches: list[tuple[Tensor, Tensor]]) -> None:
+def _step(pipeline: Pipeline, batches: Sequence[Batch]) -> None:
     """A step from the moment when all ranks are ready to the moment when all are done."""
     dist.barrier()
-    pipeline.step(batches, _loss)
+    pipeline.step(batches, cross_entropy)
     dist.barrier()
     for module in pipeline.modules:
         module.zero_grad(set_to_none=True)
     pipeline.ledger.clear()
 
 
-def _facts(pipeline: Pipeline, batches: list[tuple[Tensor, Tensor]]) -> dict[str, int]:
+def _facts(pipeline: Pipeline, batches: Sequence[Batch]) -> dict[str, int]:
     """Bytes of a step, of all ranks together."""
     pipeline.ledger.clear()
     held = _watch_held(pipeline)
-    pipeline.step(batches, _loss)
+    pipeline.step(batches, cross_entropy)
     for stage in pipeline.stages:
         del stage.forward_one_chunk  # the watch
     rows = pipeline.ledger.rows
@@ -237,13 +213,3 @@ def _over_ranks(numbers: list[int], operation: Any) -> list[int]:
     tensor = torch.tensor(numbers, dtype=torch.int64)
     dist.all_reduce(tensor, op=operation)
     return tensor.tolist()
-
-
-def _batches(bench: PipelineBench) -> list[tuple[Tensor, Tensor]]:
-    shape = (bench.microbatches, bench.rows, bench.context + 1)
-    ids = torch.randint(0, bench.shape.vocab, shape, generator=torch.Generator().manual_seed(1))
-    return [(row[:, :-1], row[:, 1:]) for row in ids]
-
-
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
