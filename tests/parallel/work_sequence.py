@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import DynamicCache
 
-from attnres.bench.bank import Bank, storage_bytes
+from attnres.bench.bank import Bank
 from attnres.errors import AttnResError
 from attnres.models import build
 from attnres.parallel.sequence import ReplicatedGradients
 from attnres.parallel.tensor import parallelize
 from attnres.residual import BlockAttnRes
+from attnres.residual.state import storage_bytes
 from models.small import ALL_CONFIGS
 
 BLOCK = BlockAttnRes(sublayers_per_block=3)

@@ -6,14 +6,13 @@ expected, since a model's own loop holds the state that its layer was given, and
 the chunks of a prompt.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from attnres.residual import History
-from attnres.residual.state import tensors
+from attnres.residual.state import storage_bytes, tensors
 
 
 class Bank:
@@ -48,9 +47,3 @@ class Bank:
         if isinstance(state, History) and state.ahead is not None:
             ahead = (tensor for read in state.ahead.reads for tensor in read)
             self.largest_ahead = max(self.largest_ahead, storage_bytes(ahead))
-
-
-def storage_bytes(given: Iterable[Any]) -> int:
-    """Bytes of the memory behind some tensors, each piece once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in given}
-    return sum(storages.values())

@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 
 from attnres.bench.ranks import ARMS, FORMULAS, cross_entropy, on_ranks, random_batches
 from attnres.models import build
+from attnres.parallel.layout import SOURCE_KINDS
 from attnres.parallel.pipeline import Pipeline
 from attnres.parallel.plan import Cache
 from attnres.residual import BlockAttnRes
@@ -96,7 +97,7 @@ def _row(case: Case, cache: Cache) -> dict[str, Any]:
         "all_bytes_forward": sum(t.bytes for t in transfers if t.direction == "forward"),
         "all_bytes_backward": sum(t.bytes for t in transfers if t.direction == "backward"),
         "largest_hop_blocks": max(sum(t.kind == "block" for t in hop) for hop in hops.values()),
-        "hops": [[t.key for t in sorted(hops[stage], key=_born) if _is_source(t)] for stage in sorted(hops)],
+        "hops": [[t.key for t in sorted(hops[stage], key=_born) if t.kind in SOURCE_KINDS] for stage in sorted(hops)],
         "agrees": not whole or blocks["forward"] == blocks["backward"] == formula,
     }
 
@@ -112,10 +113,6 @@ def _step(case: Case, cache: Cache) -> list[Any]:
     told: list[Any] = [None] * case.ranks
     dist.all_gather_object(told, pipeline.ledger.rows)
     return [row for rows in told for row in rows]
-
-
-def _is_source(transfer: Any) -> bool:
-    return transfer.kind in ("embedding", "block")
 
 
 def _born(transfer: Any) -> int:

@@ -67,7 +67,6 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
         self.training = layer.training
         self.is_first = first_site == 0
         self._present: tuple[int, ...] = tuple(range(family.sublayers(layer)))
-        self._entrance: Callable[[], Any] | None = None
         self.family = family
         self.is_parallel = family.is_parallel(layer)
         self._argument_names = tuple(inspect.signature(type(layer).forward).parameters)[2:]
@@ -81,12 +80,6 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
             note_norm(None if parts.norm is None else getattr(self, parts.norm))
         if "_gradient_checkpointing_func" in vars(layer):  # checkpointing was switched on before conversion
             self._gradient_checkpointing_func = vars(layer)["_gradient_checkpointing_func"]
-
-    def __call__(self, hidden_states: Any, *positional: Any, **arguments: Any) -> Any:
-        """As of any module; the first layer of a pipeline stage takes its state from `enter_from`."""
-        if self._entrance is not None:  # here, before activation checkpointing looks at the arguments
-            hidden_states = self._entrance()
-        return super().__call__(hidden_states, *positional, **arguments)
 
     def forward(self, hidden_states: Any, *positional: Any, **arguments: Any) -> Any:
         """Run the sublayers; takes and returns the state (the first layer takes the embedding)."""
@@ -143,10 +136,6 @@ class ResidualDecoderLayer(GradientCheckpointingLayer):
             for at, parts in enumerate((self.family.attention, self.family.mlp)):
                 for name in parts.names if at not in self._present else ():
                     self._modules[name] = None
-
-    def enter_from(self, entrance: Callable[[], Any]) -> None:
-        """Take the state from a function, whatever the model's loop hands over: the first layer of a pipeline stage."""
-        self._entrance = entrance
 
     def original(self) -> nn.Module:
         """The layer that was taken over, with the children that this one has by now."""

@@ -18,6 +18,8 @@ from attnres.residual import History, Strategy
 from attnres.residual.bare import bare_residual
 
 Kind = Literal["embedding", "block", "partial", "other"]
+SOURCE_KINDS: frozenset[Kind] = frozenset({"embedding", "block"})
+"""Finished sources, which several stages may read."""
 EMBEDDING = "E"
 """Key of the token embedding where that is a source of its own."""
 
@@ -35,7 +37,7 @@ class Leaf:
     @property
     def is_source(self) -> bool:
         """Whether it is a finished source, which several stages may read."""
-        return self.kind in ("embedding", "block")
+        return self.kind in SOURCE_KINDS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,7 +95,8 @@ class StagePart(nn.Module):
                 layers[index] = Elsewhere(layer)
         self._leave_out_sites(base.residual, first, stop)
         if not self.is_first:
-            own[0].enter_from(lambda: self._incoming.pop())
+            own[0].__class__ = EntryLayer
+            own[0].incoming = self._incoming
             self._leave_out_tables(base)
         if not self.is_last:
             setattr(base, family.norm, _Exit(self._outgoing, self.dim))
@@ -141,6 +142,16 @@ class StagePart(nn.Module):
                     f"{type(base).__name__}.{name} has parameters and is no layer, embedding or final norm; a "
                     "pipeline cannot leave it out of a stage"
                 )
+
+
+class EntryLayer(ResidualDecoderLayer):
+    """The first layer of a stage: takes its state from the stage, whatever the model's loop hands over."""
+
+    incoming: list[Any]
+
+    def __call__(self, hidden_states: Any, *positional: Any, **arguments: Any) -> Any:
+        """As of any layer; here, before activation checkpointing looks at the arguments."""
+        return super().__call__(self.incoming.pop(), *positional, **arguments)
 
 
 class Elsewhere(nn.Module):

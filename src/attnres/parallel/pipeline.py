@@ -26,6 +26,7 @@ from attnres.parallel.schedules import build_schedule, check_pipeline
 from attnres.parallel.stage import CachedStage
 from attnres.parallel.store import RankStore
 from attnres.parallel.tied import TiedWeight
+from attnres.residual.state import storage_bytes
 
 STEP, EVALUATION = 1, 2
 """What ranks are about to do together."""
@@ -203,6 +204,8 @@ class Pipeline:
                 if stage.next_hop is not None and stage.next_hop.is_local:
                     self.stages[self.stages.index(stage) + 1].set_local_fwd_input(output, 0)
             _wait(sending)
+            for stage in self.stages:
+                stage._post_metadata_inference_cleanup()  # a step wants weights divided that this has left whole
             return self._tell_all(loss(output, targets) if isinstance(output, Tensor) else None)
 
     def held_bytes(self, *, gradients: bool = True) -> int:
@@ -210,7 +213,7 @@ class Pipeline:
         tensors = [*self.store.tensors(), *(tensor for stage in self.stages for tensor in stage.held())]
         if gradients:
             tensors += [*self.store.gradients(), *(left for stage in self.stages for left in stage.held_gradients())]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        return storage_bytes(tensors)
 
     def _stage(self, part: StagePart, wrap: Callable[[StagePart], nn.Module] | None) -> CachedStage:
         return CachedStage(
@@ -247,7 +250,6 @@ class Pipeline:
         self.ledger.clear()
         for stage in self.stages:
             stage.clear_runtime_states()
-            stage._post_metadata_inference_cleanup()  # an evaluation leaves weights whole that a step wants divided
         if self.tied_weight is not None and torch.is_grad_enabled():
             self.tied_weight.begin()
 
@@ -412,14 +414,8 @@ def _describe(plan: PipelinePlan) -> str:
     return f"{plan.num_sublayers} sublayers {stages}, cache {plan.cache}"
 
 
-def _start(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
-    works = [
-        made.op(made.tensor, group=made.group, group_dst=made.group_peer)
-        if made.op is dist.isend
-        else made.op(made.tensor, group=made.group, group_src=made.group_peer)
-        for made in operations
-    ]
-    return [work for work in works if work is not None]
+def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
+    return dist.batch_isend_irecv(operations) if operations else []
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

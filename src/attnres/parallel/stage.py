@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 from attnres.errors import ShapeError
+from attnres.parallel.data_parallel import reshard
 from attnres.parallel.layout import Leaf
 from attnres.parallel.ledger import Ledger
 from attnres.parallel.part import StagePart
@@ -105,9 +105,7 @@ class CachedStage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Divide again what a look at the shapes has put together; gradients stay."""
-        for module in self.submod.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard([self.submod])
 
     @property
     def hop(self) -> Hop | None:
@@ -265,7 +263,7 @@ class CachedStage(PipelineStage):
         roots, root_grads = (loss, None) if self.is_last else self._roots(done.outputs, owed)
         arguments = {"stage_output": roots, "output_grads": root_grads, "input_values": list(done.inputs)}
         if full_backward:
-            gradients = self._backward("full", arguments, last_backward)
+            gradients = self._backward(arguments, last_backward)
         else:
             gradients = self._backward_to_inputs(bwd_chunk_id, arguments, last_backward)
         self._hand_back(bwd_chunk_id, gradients, owed)
@@ -281,15 +279,14 @@ class CachedStage(PipelineStage):
         """
         if not self._can_split(arguments["input_values"]):
             self._whole.add(micro_batch)
-            return self._backward("full", arguments, last_backward)
+            return self._backward(arguments, last_backward)
         gradients, groups = (None,) * len(arguments["input_values"]), None
         if not self.is_first:  # there the other half is all of it
             if self.is_last:
                 arguments["stage_output"] = (arguments["stage_output"],)
             gradients, groups = self._guarded("input", arguments, last_backward)
-        names = ("input_values", "stage_output", "output_grads")
-        inputs, roots, root_grads = (arguments[name] for name in names)
-        self.backward_state[micro_batch] = (inputs, groups, roots, root_grads)
+        roots, root_grads = arguments["stage_output"], arguments["output_grads"]
+        self.backward_state[micro_batch] = (arguments["input_values"], groups, roots, root_grads)
         self.dw_runner[micro_batch] = _nothing
         return gradients
 
@@ -302,12 +299,12 @@ class CachedStage(PipelineStage):
             and self.part.decoder.base_model.residual.strategy.weights_meet_once
         )
 
-    def _backward(self, kind: str, arguments: dict[str, Any], last_backward: bool) -> Any:
-        """Gradients of the inputs; of the weights on the way."""
+    def _backward(self, arguments: dict[str, Any], last_backward: bool) -> Any:
+        """The whole backward pass; returns the gradients of the inputs."""
         roots = arguments["stage_output"]
         if isinstance(roots, tuple) and not roots:  # nothing here is trained, and nothing before it
             return (None,) * len(arguments["input_values"])
-        return self._guarded(kind, arguments, last_backward)[0]
+        return self._guarded("full", arguments, last_backward)[0]
 
     def _guarded(self, kind: str, arguments: dict[str, Any], last_backward: bool) -> Any:
         """PyTorch's own backward pass of a stage; an error in it is raised as it was, not as a list of tensors."""

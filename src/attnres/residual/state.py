@@ -4,6 +4,7 @@ Nothing is mutated and nothing is hidden: activation checkpointing, `torch.compi
 anywhere and pass the state on. All kinds are pytrees, so utilities that look for tensors in arguments find them.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -102,6 +103,12 @@ def _unflatten_ahead(children: Any, context: tuple[int, int, bool]) -> Ahead:
 pytree.register_pytree_node(
     Ahead, _flatten_ahead, _unflatten_ahead, serialized_type_name="attnres.residual.state.Ahead"
 )
+
+
+def storage_bytes(given: Iterable[Tensor]) -> int:
+    """Bytes of the memory behind some tensors, each piece once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in given}
+    return sum(storages.values())
 
 
 def tensors(state: State) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from attnres.parallel.formulas import comm_cached, comm_naive, comm_own_reused, peak_cached, peak_naive
-from attnres.parallel.layout import Kind, Leaf, layouts
+from attnres.parallel.layout import SOURCE_KINDS, Kind, Leaf, layouts
 from attnres.parallel.ledger import Direction, Transfer
 from attnres.parallel.plan import Hop, PipelinePlan
 from attnres.residual import Strategy
@@ -31,7 +31,7 @@ def gradient_bytes(kind: Kind, element_bytes: int) -> int:
         >>> gradient_bytes("block", 2), gradient_bytes("partial", 2), gradient_bytes("embedding", 8)
         (4, 2, 8)
     """
-    return max(4, element_bytes) if kind in ("embedding", "block") else element_bytes
+    return max(4, element_bytes) if kind in SOURCE_KINDS else element_bytes
 
 
 def predicted_bytes(
