@@ -82,7 +82,7 @@ def test_gradients_of_bfloat16_sources_travel_in_float32_and_of_the_partial_sum_
 def test_the_planner_predicts_every_byte(processes, strategy, name):
     case = Case(strategy=strategy, virtual=2, schedule=name, cuts=(1, 6, 8), cache="received")
     rows, plan = run(processes, 2, case)
-    predicted = predicted_bytes(plan, tokens=ROWS * TOKENS, dim=DIM, element_bytes=8, microbatches=case.microbatches)
+    predicted = predicted_bytes(plan, tokens=ROWS * TOKENS, element_bytes=8, microbatches=case.microbatches)
     assert sum(row.bytes for row in rows) == sum(row.bytes for row in predicted)
     assert sorted(map(_facts, rows)) == sorted(map(_facts, predicted))
 

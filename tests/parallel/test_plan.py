@@ -145,3 +145,7 @@ def test_suggested_numbers_of_micro_batches_do_fit():
                 words = str(error).partition("allowed: ")[2].replace(" or more", "").split()
                 for fitting in (int(word) for word in words if word.isdigit()):
                     check_pipeline(24, ranks=ranks, virtual=virtual, microbatches=fitting, schedule=name)
+
+
+def test_all_schedules_but_two_take_several_stages_on_a_rank():
+    assert {name for name, kind in SCHEDULES.items() if not kind.is_multi} == {"gpipe", "1f1b"}

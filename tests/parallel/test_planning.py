@@ -14,12 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnres.errors import ConfigError
 from attnres.models import build
 from attnres.parallel.formulas import comm_cached, comm_naive, comm_own_reused
+from attnres.parallel.layout import layouts
 from attnres.parallel.plan import plan_pipeline, stage_ranks
 from attnres.parallel.planning.communication import (
     paper_counts,
     predicted_bytes,
     sources_sent,
-    state_widths,
     total_bytes,
 )
 from attnres.parallel.planning.hardware import Efficiency, link_between
@@ -210,10 +210,8 @@ def test_predicted_bytes_are_the_ledgers_of_a_run(processes, ranks, case):
     rows = predicted_bytes(
         plan,
         tokens=ROWS * TOKENS,
-        dim=DIM,
         element_bytes=case.dtype.itemsize,
         microbatches=case.microbatches,
-        widths=state_widths(case.strategy, plan.num_sublayers, DIM),
     )
     ledger = [row for result in results for row in result["rows"]]
     assert sorted(map(str, rows)) == sorted(map(str, ledger))
@@ -221,8 +219,8 @@ def test_predicted_bytes_are_the_ledgers_of_a_run(processes, ranks, case):
 
 
 def test_several_streams_in_one_tensor_have_their_size():
-    assert set(state_widths(STRATEGIES["mhc"](), 4, 8).values()) == {4 * 8}
-    assert set(state_widths(BLOCK, 4, 8).values()) == {8}
+    assert {leaf.width for layout in layouts(STRATEGIES["mhc"](), 4, 8) for leaf in layout.leaves} == {4 * 8}
+    assert {leaf.width for layout in layouts(BLOCK, 4, 8) for leaf in layout.leaves} == {8}
 
 
 def test_links_are_nvlink_inside_a_node_only():

@@ -13,11 +13,12 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from attnres.errors import ConfigError
+from attnres.parallel.plan import Cache
+from attnres.parallel.schedules import SCHEDULES
 
 Sharding = Literal["ddp", "fsdp"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbv", "dualpipev"]
-CacheMode = Literal["all", "received", "off"]
-SPLIT_SCHEDULES = ("interleavedzerobubble", "zbv", "dualpipev")
+SPLIT_SCHEDULES = tuple(name for name, kind in SCHEDULES.items() if kind.splits_backward)
 """Schedules that compute the gradients of weights apart from those of inputs, and later."""
 
 
@@ -46,7 +47,7 @@ class ParallelConfig:
     """Stages of each pipeline rank."""
     cuts: tuple[int, ...] | None = None
     """Sublayers before each cut, ascending, one cut fewer than there are stages; None shares them evenly."""
-    cache: CacheMode = "all"
+    cache: Cache = "all"
     """Sources that a pipeline rank keeps and is not sent again: all that it has seen, those it received, or none."""
     timeout: float = 600.0
     """Seconds after which a rank that waits for another gives up."""
@@ -54,7 +55,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in ("pipeline", "data", "virtual"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        for name, literal in (("sharding", Sharding), ("cache", CacheMode)):
+        for name, literal in (("sharding", Sharding), ("cache", Cache)):
             _require(getattr(self, name) in get_args(literal), name, getattr(self, name), ", ".join(get_args(literal)))
         known = self.schedule is None or self.schedule in get_args(ScheduleName)
         _require(known, "schedule", self.schedule, f"{', '.join(get_args(ScheduleName))}, or None")

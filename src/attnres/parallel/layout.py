@@ -33,6 +33,8 @@ class Leaf:
     kind: Kind
     """``"embedding"`` or ``"block"``: a finished source. ``"partial"``: the running block's sum. ``"other"``: a state
     of another kind, or what a variant keeps beside its sources."""
+    width: int
+    """Numbers per token: D, or more for several streams in one tensor."""
 
     @property
     def is_source(self) -> bool:
@@ -109,7 +111,9 @@ def _layout(state: Any, cut: int, keys: dict[int, str]) -> Layout:
         if id(tensor) not in keys:
             keys[id(tensor)] = _new_key(kind, cut, place, set(keys.values()))
         key = keys[id(tensor)]
-        named.setdefault(id(tensor), Leaf(key=key, kind="embedding" if key == EMBEDDING else kind))
+        named.setdefault(
+            id(tensor), Leaf(key=key, kind="embedding" if key == EMBEDDING else kind, width=tensor.numel())
+        )
     order = list(named)
     places = tuple(order.index(id(tensor)) for tensor in tensors)
     return Layout(cut=cut, leaves=tuple(named.values()), places=places, spec=spec)

@@ -1,10 +1,11 @@
-"""PyTorch's pipeline schedules by name, and what each asks of a mesh; checked before any process talks to another."""
+"""PyTorch's pipeline schedules by name, and what each asks of a mesh; checked before any process talks to another.
+
+PyTorch's own module is imported where it is used: it takes a second, and most of what is here are words.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from attnres.errors import ConfigError
 from attnres.parallel.plan import Placement, check_cuts, stage_ranks
@@ -24,6 +25,8 @@ class ScheduleKind:
     @property
     def is_multi(self) -> bool:
         """Whether a rank may have several stages."""
+        from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
         return issubclass(get_schedule_class(self.name), PipelineScheduleMulti)
 
 
@@ -109,5 +112,7 @@ def _check_microbatches(kind: ScheduleKind, ranks: int, microbatches: int, sched
 
 def build_schedule(kind: ScheduleKind, stages: Sequence[Any], microbatches: int, loss: Any) -> Any:
     """The schedule over the stages of this rank. Losses come as shares of the mean, so gradients need no scaling."""
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
     made: Any = get_schedule_class(kind.name)
     return made(list(stages) if kind.is_multi else stages[0], microbatches, loss_fn=loss, scale_grads=False)

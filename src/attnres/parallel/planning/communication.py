@@ -8,16 +8,12 @@ them, every other in its tensor's dtype. Between two stages on one rank nothing 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
-
-import torch
 
 from attnres.parallel.formulas import comm_cached, comm_naive, comm_own_reused, peak_cached, peak_naive
 from attnres.parallel.layout import SOURCE_KINDS, Kind, Leaf, layouts
 from attnres.parallel.ledger import Direction, Transfer
 from attnres.parallel.plan import Hop, PipelinePlan
 from attnres.residual import Strategy
-from attnres.residual.bare import bare_residual
 from attnres.residual.history import HistoryStrategy
 
 MOST_IN_WORDS = 5
@@ -38,10 +34,8 @@ def predicted_bytes(
     plan: PipelinePlan,
     *,
     tokens: int,
-    dim: int,
     element_bytes: int | Mapping[Kind, int],
     microbatches: int = 1,
-    widths: Mapping[str, int] | None = None,
     backward: bool = True,
 ) -> tuple[Transfer, ...]:
     """What a step sends, in the ledger's own rows: one for each hop, micro-batch, direction and tensor.
@@ -50,17 +44,15 @@ def predicted_bytes(
         plan: The stages and hops.
         tokens: Tokens of a micro-batch that one rank of the pipeline has; with a sequence shared among tensor ranks,
             its own part.
-        dim: Width D.
         element_bytes: Bytes of a number of a state's tensors, or of those of each kind.
         microbatches: Micro-batches of a step.
-        widths: By key, numbers per token of tensors that do not have D of them; see `state_widths`.
         backward: Whether there is a backward pass.
 
     Examples:
         >>> from attnres.parallel.plan import plan_pipeline
         >>> from attnres.residual import BlockAttnRes
         >>> plan = plan_pipeline(BlockAttnRes(sublayers_per_block=2), 4, 8, ranks=2)
-        >>> for row in predicted_bytes(plan, tokens=3, dim=8, element_bytes=2):
+        >>> for row in predicted_bytes(plan, tokens=3, element_bytes=2):
         ...     print(row.stage, row.direction, row.key, row.bytes)
         1 forward E 48
         1 forward b2 48
@@ -68,14 +60,13 @@ def predicted_bytes(
         1 backward b2 96
     """
     directions: tuple[Direction, ...] = ("forward", "backward") if backward else ("forward",)
-    known = widths or {}
     rows: list[Transfer] = []
     for hop in plan.hops:
         for microbatch in range(0 if hop.is_local else microbatches):
             for direction in directions:
                 for leaf in hop.leaves:
                     size = element_bytes if isinstance(element_bytes, int) else element_bytes[leaf.kind]
-                    rows.append(_row(hop, direction, microbatch, leaf, tokens * known.get(leaf.key, dim), size))
+                    rows.append(_row(hop, direction, microbatch, leaf, tokens * leaf.width, size))
     return tuple(rows)
 
 
@@ -98,26 +89,6 @@ def total_bytes(rows: Iterable[Transfer], *, hop: int | None = None, direction: 
     return sum(row.bytes for row in rows if hop in (None, row.stage) and direction in (None, row.direction))
 
 
-@lru_cache(maxsize=8)
-@torch.no_grad()
-def state_widths(strategy: Strategy, num_sublayers: int, dim: int) -> Mapping[str, int]:
-    """Numbers per token of every tensor that can cross a cut, by its key: D, or more for several streams in one.
-
-    Raises:
-        ConfigError: The strategy does not fit depth or width.
-    """
-    found: dict[str, int] = {}
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        residual = bare_residual(strategy, num_sublayers, dim)
-        state = residual.start(torch.zeros(1, 1, dim))
-        for site, layout in enumerate(layouts(strategy, num_sublayers, dim)):
-            for leaf, tensor in zip(layout.leaves, layout.flatten(state), strict=True):
-                found[leaf.key] = tensor.numel()
-            if site < num_sublayers:
-                state = residual.write(state, site, torch.zeros(1, 1, dim))
-    return found
-
-
 def new_numbers(strategy: Strategy, num_sublayers: int, dim: int) -> tuple[int, ...]:
     """By sublayer, numbers per token of the state's tensors there that were not in it one sublayer earlier.
 
@@ -126,11 +97,10 @@ def new_numbers(strategy: Strategy, num_sublayers: int, dim: int) -> tuple[int, 
         >>> new_numbers(PreNorm(), 3, 8), new_numbers(BlockAttnRes(sublayers_per_block=2), 3, 8)
         ((8, 8, 8), (8, 8, 8))
     """
-    widths, known, found = state_widths(strategy, num_sublayers, dim), set[str](), []
+    known, found = set[str](), []
     for layout in layouts(strategy, num_sublayers, dim)[:-1]:
-        keys = {leaf.key for leaf in layout.leaves}
-        found.append(sum(widths[key] for key in keys - known))
-        known = keys
+        found.append(sum(leaf.width for leaf in layout.leaves if leaf.key not in known))
+        known = {leaf.key for leaf in layout.leaves}
     return tuple(found)
 
 

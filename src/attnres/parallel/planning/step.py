@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from attnres.parallel.ledger import Transfer
 from attnres.parallel.plan import Cache, PipelinePlan, Placement, plan_pipeline
-from attnres.parallel.planning.communication import predicted_bytes, state_widths, total_bytes
+from attnres.parallel.planning.communication import predicted_bytes, total_bytes
 from attnres.parallel.planning.hardware import LINKS, NODE_SIZE, accelerator, link_between
 from attnres.parallel.planning.io_table import traffic
 from attnres.parallel.planning.orders import Order
@@ -103,7 +103,7 @@ def make_arm(
     )
     costs = _stage_costs(strategy, plan, size, request)
     times = tuple(cost.time(checkpointing=request.checkpointing) for cost in costs)
-    hops, sent = _hop_times(strategy, plan, size, request)
+    hops, sent = _hop_times(plan, request)
     timeline = simulate(order, plan.ranks, times, hops)
     return Arm(name=name, plan=plan, costs=costs, times=times, hops=hops, sent=sent, timeline=timeline)
 
@@ -187,16 +187,12 @@ def _stage_costs(
     return tuple(found)
 
 
-def _hop_times(
-    strategy: Strategy, plan: PipelinePlan, size: ModelSize, request: PlanRequest
-) -> tuple[Hops, tuple[Transfer, ...]]:
+def _hop_times(plan: PipelinePlan, request: PlanRequest) -> tuple[Hops, tuple[Transfer, ...]]:
     """One micro-batch's transfers and their times."""
     rows = predicted_bytes(
         plan,
         tokens=-(-request.tokens // request.tensor),
-        dim=size.dim,
         element_bytes=request.element_bytes,
-        widths=state_widths(strategy, size.num_sublayers, size.dim),
     )
     forward: dict[int, HopTime] = {}
     backward: dict[int, HopTime] = {}
