@@ -42,7 +42,6 @@ from attnres.train.position import Position
 from attnres.train.progress import Display, SilentDisplay, build_display
 from attnres.train.result import build_result
 from attnres.train.runtime import enable_activation_checkpointing, resolve, runtime
-from attnres.train.several import SeveralProcesses
 from attnres.train.single import SingleProcess
 from attnres.train.tracker import JsonlTracker, Row, Tracker, build_trackers
 from attnres.train.weights import load_weights
@@ -173,6 +172,8 @@ class Trainer:
         if self._mesh is None:
             self._processes = SingleProcess(self.model, self.config)
         else:
+            from attnres.train.several import SeveralProcesses  # loads what one process does not need
+
             self._processes = SeveralProcesses(self.model, self.config, self._mesh)
         self._shard = self.data.split("train")
         self.sampler = Sampler(
