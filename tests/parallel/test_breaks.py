@@ -125,8 +125,14 @@ def test_every_placement_of_stages_evaluates(processes, schedule):
 
 
 def test_several_stages_in_one_process_evaluate(processes):
-    (losses,) = processes.run(1, evaluate, Case(**INTERLEAVED), (3, 1))
-    assert all(loss.isfinite() for loss in losses)
+    case = Case(**INTERLEAVED)
+    ((*losses, step),) = processes.run(1, evaluate, case, (3, 1))
+    assert step == one_process_step(small_model(case), case)
+    model = small_model(case).eval()
+    for (inputs, targets), loss in zip(map(evaluation_batch, (3, 1)), losses, strict=True):
+        with torch.no_grad():
+            expected = cross_entropy(model(input_ids=inputs, use_cache=False).logits, targets)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("schedule", ["interleavedzerobubble", "zbv"])

@@ -212,14 +212,11 @@ def _shard_layers(part: nn.Module) -> nn.Module:
 def replicated(case: Case) -> dict[str, torch.Tensor]:
     """Two by two processes with PyTorch's DDP around each stage: two steps. A stage alone is the whole model."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("pipeline", "data"))
-    pipeline = Pipeline(
-        small_model(case),
-        group=mesh.get_group("pipeline"),
-        microbatches=case.microbatches,
-        schedule=case.schedule,
-        virtual=case.virtual,
-        wrap=lambda part: DistributedDataParallel(part, process_group=mesh.get_group("data")),
-    )
+
+    def wrap(part: nn.Module) -> nn.Module:
+        return DistributedDataParallel(part, process_group=mesh.get_group("data"))
+
+    pipeline = make_pipeline(case, group=mesh.get_group("pipeline"), wrap=wrap)
     rank = mesh.get_local_rank("data")
     own = [(inputs[rank : rank + 1], targets[rank : rank + 1]) for inputs, targets in batches(case)]
     pipeline.step(own, cross_entropy)
@@ -248,14 +245,7 @@ def sharded(case: Case, per_layer: bool) -> dict[str, torch.Tensor]:
                 fully_shard(layer, mesh=mesh["data"])
         return fully_shard(part, mesh=mesh["data"])
 
-    pipeline = Pipeline(
-        small_model(case),
-        group=mesh.get_group("pipeline"),
-        microbatches=case.microbatches,
-        schedule=case.schedule,
-        virtual=case.virtual,
-        wrap=wrap,
-    )
+    pipeline = make_pipeline(case, group=mesh.get_group("pipeline"), wrap=wrap)
     rank = mesh.get_local_rank("data")
     own = [(inputs[rank : rank + 1], targets[rank : rank + 1]) for inputs, targets in batches(case)]
     pipeline.step(own, cross_entropy)
