@@ -107,6 +107,8 @@ class Processes:
 def _work(connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # a group is there when every rank has it: a rank that is done at once would else close what others still connect
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     warnings.simplefilter("error")  # as in the tests' own process
     import torch
 

@@ -57,6 +57,7 @@ class Mesh:
         self._patient: Any = dist.new_group(backend="gloo", timeout=limit)
         self.pipeline_rank = self.devices.get_local_rank("pipeline")
         self.data_rank = self.devices.get_local_rank("data")
+        self.barrier()  # a rank that ends at once would else close what another one still connects
 
     @property
     def is_first(self) -> bool:

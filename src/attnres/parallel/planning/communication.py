@@ -157,7 +157,8 @@ def carried(hop: Hop) -> str:
 
     Examples:
         >>> from attnres.parallel.layout import Leaf
-        >>> leaves = [Leaf(key="E", kind="embedding"), *(Leaf(key=f"b{end}", kind="block") for end in range(2, 20, 2))]
+        >>> keys = ["E", *(f"b{end}" for end in range(2, 20, 2))]
+        >>> leaves = [Leaf(key=key, kind="embedding" if key == "E" else "block", width=8) for key in keys]
         >>> carried(Hop(stage=1, sender=0, receiver=1, leaves=tuple(leaves[:3])))
         'E, b2, b4'
         >>> carried(Hop(stage=1, sender=0, receiver=1, leaves=tuple(leaves)))
