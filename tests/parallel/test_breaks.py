@@ -190,7 +190,10 @@ def test_a_mistake_that_all_recovered_from_is_not_blamed_later(processes):
     ("what", "expected"),
     [
         ("classifier", "LlamaForSequenceClassification.score has parameters and is no language-model head"),
-        ("tensor, then pipeline", "the model is divided over ranks already"),
+        (
+            "tensor and pipeline",
+            "ranks [0, 1] are tensor ranks and pipeline ranks of each other; allowed: two dimensions",
+        ),
         ("pipeline, then tensor", "the model is a part of a pipeline"),
         ("ddp", "past the hooks of DistributedDataParallel; allowed: fully_shard of each stage as a whole"),
         ("layers", "when the layers that fully_shard divides are apart again"),

@@ -101,6 +101,15 @@ def test_a_killed_rank_comes_back_and_the_run_ends_bitwise_where_it_would_have(
 
 
 @grid
+def test_a_killed_tensor_rank_comes_back_as_well(tmp_path: Path, options: list[str]) -> None:
+    mesh = ["--parallel.tensor", "2", "--model.num-key-value-heads", "2"]
+    for name, settings in {"whole": {}, "killed": {"restarts": 3, "kill": KILLS["in a step, rank 0"]}}.items():
+        done = torchrun("train", "--out", str(tmp_path / name), *BLOCK, *options, *mesh, **settings)
+        assert done.returncode == 0, done.stderr
+    assert_bitwise_equal(tmp_path / "killed", tmp_path / "whole")
+
+
+@grid
 def test_a_save_cut_short_leaves_the_last_good_one(tmp_path: Path, options: list[str]) -> None:
     folder = tmp_path / "run"
     began = time.monotonic()
@@ -131,6 +140,8 @@ REFUSED = {
     "layers": ([*PIPELINE, "--parallel.virtual", "4"], r"8 stages, but the model has 4 sublayers"),
     "cuts": ([*PIPELINE, "--parallel.cuts", "4"], r"cuts are \[4\], .* without a sublayer"),
     "rows": (["--parallel.data", "2", "--train.batch-size", "3"], r"batch_size is 3, which 2 data ranks"),
+    "heads": (["--parallel.tensor", "2"], r"parallel.tensor=2 does not fit: num_key_value_heads is 1, which 2 tensor"),
+    "fsdp": ([*FSDP, "--parallel.tensor", "2"], r"sharding='fsdp' and parallel.tensor=2 contradict"),
 }
 
 

@@ -182,7 +182,7 @@ def refused(what: str) -> str:
         return told(lambda: Pipeline(convert(classifier, BlockAttnRes(num_blocks=2)), microbatches=4))
     model = small_model(Case(family="llama", layers=4))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if what == "tensor, then pipeline":
+    if what == "tensor and pipeline":
         parallelize(model, mesh)
         return told(lambda: Pipeline(model, microbatches=4))
     if what == "pipeline, then tensor":

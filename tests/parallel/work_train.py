@@ -57,8 +57,8 @@ def model_of(strategy: str, *, tied: bool = True, seed: int = 0) -> Any:
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         tie_word_embeddings=tied,
         max_position_embeddings=64,
     )

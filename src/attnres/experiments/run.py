@@ -6,11 +6,12 @@ from typing import Any, Literal
 import torch
 
 from attnres.analysis.probe import probe
-from attnres.errors import ConfigError
-from attnres.experiments.models import build_model, open_data, self_contained
+from attnres.errors import AttnResError, ConfigError
+from attnres.experiments.models import build_model, open_data, record_end_of_text, self_contained
 from attnres.models.convert import converted_base
 from attnres.parallel.mesh import Mesh
 from attnres.parallel.schedules import check_pipeline
+from attnres.parallel.tensor import check_division
 from attnres.train import Callback, Checkpoints, Resume, RunConfig, RunContext, Trainer
 from attnres.train.checkpoint import CHECKPOINTS
 from attnres.train.files import replace_text, to_json
@@ -56,10 +57,25 @@ def check_layout(config: RunConfig) -> None:
     """
     layout = config.parallel
     layout.check_processes()
-    if layout.stages == 1:
+    if layout.stages == layout.tensor == 1:
         return
     with torch.device("meta"):
         model = build_model(config, weights=False)
+    if layout.tensor > 1:
+        _check_tensor(model, layout.tensor)
+    if layout.stages > 1:
+        _check_stages(model, config)
+
+
+def _check_tensor(model: Any, ranks: int) -> None:
+    try:
+        check_division(model, ranks)
+    except AttnResError as error:
+        raise type(error)(f"parallel.tensor={ranks} does not fit: {error}") from error
+
+
+def _check_stages(model: Any, config: RunConfig) -> None:
+    layout = config.parallel
     try:
         check_pipeline(
             converted_base(model).residual.num_sublayers,
@@ -104,6 +120,7 @@ def run(
     saved = resume and any(Checkpoints(folder / CHECKPOINTS).paths())
     model = build_model(config, weights=not saved)
     data = open_data(config.data) if mesh is None else mesh.first_then_others(lambda: open_data(config.data))
+    record_end_of_text(model, config.model, data.tokenizer())
     trainer = Trainer(
         model,
         data,

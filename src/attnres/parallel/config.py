@@ -37,6 +37,8 @@ class ParallelConfig:
     """Ranks that the layers are cut over."""
     data: int = 1
     """Ranks that the rows of each pass are shared by."""
+    tensor: int = 1
+    """Ranks that divide the weights of attention and MLP, and the tokens between them."""
     sharding: Sharding = "ddp"
     """Between data ranks: ``"ddp"`` keeps all weights on each, ``"fsdp"`` shards weights, gradients and optimizer
     state."""
@@ -53,7 +55,7 @@ class ParallelConfig:
     """Seconds after which a rank that waits for another gives up."""
 
     def __post_init__(self) -> None:
-        for name in ("pipeline", "data", "virtual"):
+        for name in ("pipeline", "data", "tensor", "virtual"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         for name, literal in (("sharding", Sharding), ("cache", Cache)):
             _require(getattr(self, name) in get_args(literal), name, getattr(self, name), ", ".join(get_args(literal)))
@@ -66,6 +68,11 @@ class ParallelConfig:
                 "reduces the gradients of a layer before that schedule has all of them; allowed: sharding='ddp', or a "
                 "schedule that does not split the backward pass"
             )
+        if self.is_sharded and self.tensor > 1:
+            raise ConfigError(
+                f"parallel.sharding='fsdp' and parallel.tensor={self.tensor} contradict each other, as FSDP replaces "
+                "the parameters whose gradients the tensor ranks add up; allowed: sharding='ddp', or tensor=1"
+            )
         if self.cuts is not None:
             rising = all(first < second for first, second in pairwise((0, *self.cuts)))
             allowed = f"{self.stages - 1} numbers of sublayers, ascending from 1 on, for {self.stages} stages"
@@ -74,7 +81,17 @@ class ParallelConfig:
     @property
     def size(self) -> int:
         """Processes."""
-        return self.pipeline * self.data
+        return self.pipeline * self.data * self.tensor
+
+    @property
+    def mesh(self) -> str:
+        """The mesh in the words of the options."""
+        return " x ".join([f"parallel.{name}={getattr(self, name)}" for name in self.dimensions])
+
+    @property
+    def dimensions(self) -> tuple[str, ...]:
+        """Names of the mesh's dimensions; that of tensor ranks where there are any."""
+        return ("pipeline", "data", "tensor") if self.tensor > 1 else ("pipeline", "data")
 
     @property
     def is_sharded(self) -> bool:
@@ -114,16 +131,19 @@ class ParallelConfig:
         started = world_size(environment)
         if started == self.size:
             return
-        mesh = f"parallel.pipeline={self.pipeline} x parallel.data={self.data}"
         if not is_launched(environment):
             raise ConfigError(
-                f"{mesh} takes {self.size} processes, but there is one; allowed: "
-                f"torchrun --nproc-per-node {self.size} -m attnres ..., or parallel.pipeline=1 and parallel.data=1"
+                f"{self.mesh} takes {self.size} processes, but there is one; allowed: "
+                f"torchrun --nproc-per-node {self.size} -m attnres ..., or "
+                f"{' and '.join(f'parallel.{name}=1' for name in self.dimensions)}"
             )
-        fitting = [f"{count} x {started // count}" for count in range(1, started + 1) if started % count == 0]
+        tensor = self.tensor if started % self.tensor == 0 else 1
+        rest = started // tensor
+        fitting = [f"{count} x {rest // count}" for count in range(1, rest + 1) if rest % count == 0]
+        beside = f" beside parallel.tensor={tensor}" if self.tensor > 1 else ""
         raise ConfigError(
-            f"{mesh} takes {self.size} processes, but {started} were started; allowed with {started}: "
-            f"pipeline x data of {', '.join(fitting)}"
+            f"{self.mesh} takes {self.size} processes, but {started} were started; allowed with {started}: "
+            f"pipeline x data of {', '.join(fitting)}{beside}"
         )
 
 

@@ -12,7 +12,6 @@ that a run that was resumed would add up in another order than one that was not,
 schedules of a pipeline, reentrant checkpointing together with unused parameters, or a strategy that leaves some out.
 """
 
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import final
@@ -22,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from attnres.parallel.clipping import local_part
 from attnres.parallel.config import Sharding
 from attnres.parallel.mesh import Mesh
 
@@ -140,53 +139,12 @@ class GradientSum:
     @torch.no_grad()
     def _send(self) -> None:
         bucket = self._buckets[len(self._sent)]
-        gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+        gradients = [local_part(parameter.grad) for parameter in bucket if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients]) if gradients else torch.zeros(1)
         flat = flat.to(bucket[0].device)
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None
         self._sent.append((work, flat, gradients))
-
-
-def clip_gradients(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    mesh: Mesh,
-    *,
-    bound: float,
-    counted_elsewhere: frozenset[str] = frozenset(),
-) -> Tensor:
-    """Norm of all gradients of the model together, float64, and their scaling where it is above a bound.
-
-    Each number of the model counts once: shards are added up over the data ranks, stages over the pipeline.
-
-    Args:
-        parameters: Those of this rank, with their names; a name that comes twice counts once.
-        mesh: The ranks; all of them call this together.
-        bound: Largest norm; infinity scales nothing.
-        counted_elsewhere: Names that another rank of the pipeline has as well, and counts.
-    """
-    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # of shards, and of whole gradients
-    local: list[Tensor] = []
-    counted = set(counted_elsewhere)
-    for name, parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        is_sharded = isinstance(gradient, DTensor)
-        local.append(gradient.to_local() if is_sharded else gradient)
-        if name not in counted and local[-1].numel():
-            sums[0 if is_sharded else 1] += torch.linalg.vector_norm(local[-1]).double().square()
-        counted.add(name)
-    if mesh.config.data > 1:
-        dist.all_reduce(sums[:1], group=mesh.data_group)
-    if mesh.config.pipeline > 1:
-        dist.all_reduce(sums, group=mesh.pipeline_group)
-    norm = sums.sum().sqrt()
-    if math.isfinite(bound) and local:
-        factor = torch.clamp(bound / (norm + 1e-6), max=1.0)
-        for gradient in local:
-            gradient.mul_(factor.to(gradient.dtype))
-    return norm
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -44,12 +44,11 @@ class Mesh:
     def __init__(self, config: ParallelConfig, *, device: str):
         if dist.get_world_size() != config.size:
             raise ConfigError(
-                f"the mesh of parallel.pipeline={config.pipeline} x parallel.data={config.data} takes {config.size} "
-                f"ranks; the process group has {dist.get_world_size()}"
+                f"the mesh of {config.mesh} takes {config.size} ranks; the process group has {dist.get_world_size()}"
             )
         self.config, self.device = config, device
         self.devices: DeviceMesh = init_device_mesh(
-            device, (config.pipeline, config.data), mesh_dim_names=("pipeline", "data")
+            device, (config.pipeline, config.data, config.tensor), mesh_dim_names=("pipeline", "data", "tensor")
         )
         self.rank, self.size = dist.get_rank(), config.size
         # what rank 0 does alone (text to tokens, a look along depth) may take longer than any transfer
@@ -57,6 +56,8 @@ class Mesh:
         self._patient: Any = dist.new_group(backend="gloo", timeout=limit)
         self.pipeline_rank = self.devices.get_local_rank("pipeline")
         self.data_rank = self.devices.get_local_rank("data")
+        self.place = self.rank // config.tensor
+        """Number of the place in pipeline and data; tensor ranks share it, and draw the same random numbers."""
         self.barrier()  # a rank that ends at once would else close what another one still connects
 
     @property
@@ -78,6 +79,16 @@ class Mesh:
     def pipeline_group(self) -> dist.ProcessGroup:
         """Ranks that hold the other layers and read the same rows, first stage first."""
         return self.devices.get_group("pipeline")
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh:
+        """Ranks that divide the weights of the same layers and the tokens of the same rows."""
+        return self.devices["tensor"]
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        """Group of `tensor_mesh`."""
+        return self.devices.get_group("tensor")
 
     @contextmanager
     def agreed(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
@@ -138,8 +149,10 @@ class Mesh:
 
     def name_of(self, rank: int) -> str:
         """A rank by its number and its place."""
-        pipeline, data = divmod(rank, self.config.data)
-        return f"rank {rank} of {self.size} (pipeline {pipeline}, data {data})"
+        place, tensor = divmod(rank, self.config.tensor)
+        pipeline, data = divmod(place, self.config.data)
+        beside = f", tensor {tensor}" if self.config.tensor > 1 else ""
+        return f"rank {rank} of {self.size} (pipeline {pipeline}, data {data}{beside})"
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from attnres.models.convert import converted_base
 from attnres.models.install import family_of_converted
 from attnres.models.layer import ResidualDecoderLayer
 from attnres.parallel.plan import PipelinePlan
+from attnres.parallel.tokens import DividedTokens
 from attnres.residual import Residual
 from attnres.residual.site import Site
 from attnres.residual.state import tensors as tensors_of
@@ -27,13 +28,15 @@ class StagePart(nn.Module):
     """The part of a converted model that one stage runs.
 
     Takes the token ids ``[B, T]`` (first stage) or the tensors of the state at its start, and returns those of the
-    state at its end, or the logits ``[B, T, vocabulary]`` (last stage). Keyword arguments,
-    such as ``attention_mask`` and ``position_ids``, go to the model's own forward.
+    state at its end, or the logits ``[B, T, vocabulary]`` (last stage). Of a parallelized model the tensors of a state
+    are those of the rank's own tokens. Keyword arguments, such as ``attention_mask`` and ``position_ids``, go to the
+    model's own forward.
 
     Args:
         model: A converted model; its modules are not changed, and its tensors are shared, not copied.
         plan: The pipeline.
         stage: Index of the stage.
+        tokens: Where the ranks of the stage share its tokens: how many there are together.
         reads_ahead: Whether reads may be in two phases. In a split backward pass they may not: gradients of weights are
             then computed group by group, and a pseudo-query that takes part in two phases is in no one group.
 
@@ -41,8 +44,17 @@ class StagePart(nn.Module):
         UnsupportedModelError: The model has something besides its layers that cannot be left out.
     """
 
-    def __init__(self, model: Any, plan: PipelinePlan, stage: int, *, reads_ahead: bool = True):
+    def __init__(
+        self,
+        model: Any,
+        plan: PipelinePlan,
+        stage: int,
+        *,
+        tokens: DividedTokens | None = None,
+        reads_ahead: bool = True,
+    ):
         super().__init__()
+        self._tokens = tokens
         self.stage, self.plan = stage, plan
         self.is_first, self.is_last = stage == 0, stage == plan.num_stages - 1
         self.dim = model.get_input_embeddings().weight.shape[-1]
@@ -76,7 +88,7 @@ class StagePart(nn.Module):
         state = self.plan.incoming(self.stage).unflatten(tensors)
         residual: Residual = self.decoder.base_model.residual
         self._incoming.append(residual.strategy.resume(state, self._upcoming))
-        batch = tensors[0].shape[:2]
+        batch = (tensors[0].shape[0], tensors[0].shape[1] if self._tokens is None else self._tokens.count)
         return {"inputs_embeds": tensors[0].new_zeros(1, dtype=self.stream_dtype).expand(*batch, self.dim)}
 
     def _leave_out(self) -> None:
@@ -97,6 +109,8 @@ class StagePart(nn.Module):
         if not self.is_first:
             own[0].__class__ = EntryLayer
             own[0].incoming = self._incoming
+            if self._tokens is not None:
+                self._tokens.leave_start(own[0])
             self._leave_out_tables(base)
         if not self.is_last:
             setattr(base, family.norm, _Exit(self._outgoing, self.dim))

@@ -25,6 +25,7 @@ from attnres.parallel.plan import Cache, PipelinePlan, plan_pipeline
 from attnres.parallel.schedules import build_schedule, check_pipeline
 from attnres.parallel.stage import CachedStage
 from attnres.parallel.store import RankStore
+from attnres.parallel.tensor import TensorParallel, handle_of
 from attnres.parallel.tied import TiedWeight
 from attnres.residual.state import storage_bytes
 
@@ -52,8 +53,8 @@ class Pipeline:
     is given all batches. Gradients are those of the mean loss over the micro-batches.
 
     Args:
-        model: A converted causal language model. Its tensors are shared with the parts, and go to ``device`` with them;
-            drop it afterwards.
+        model: A converted causal language model, whole or from `attnres.parallel.parallelize`. Its tensors are shared
+            with the parts, and go to ``device`` with them; drop it afterwards.
         group: Ranks of the pipeline, in the order of the stages; None is all of them.
         microbatches: Micro-batches M of a training step.
         schedule: One of `attnres.parallel.schedules.SCHEDULES`.
@@ -84,7 +85,7 @@ class Pipeline:
         alike: dist.ProcessGroup | None = None,
         wrap: Callable[[StagePart], nn.Module] | None = None,
     ):
-        _check_whole(model)
+        self._tensor = _check_whole(model, group)
         residual = converted_base(model).residual
         self.group, self.microbatches, self.device = group, microbatches, torch.device(device)
         self._alike = alike
@@ -111,12 +112,17 @@ class Pipeline:
         self._tied = is_tied(model)
         head = "tied head" if self._tied else "head apart"
         shape = f"{residual.strategy}, {dim} wide, {head}: {_describe(self.plan)}"
-        check_agreement(group, f"{shape}, {self.kind.name}, M={microbatches}")
+        meant = f"{shape}, {self.kind.name}, M={microbatches}"
+        if self._tensor is not None:
+            check_agreement(self._tensor.group, f"pipeline rank {self.rank}, {meant}", ranks="tensor")
+        check_agreement(group, meant)
         self.store, self.ledger = RankStore(), Ledger()
         self.parts = [self._part(model, stage) for stage in self.plan.stages_of(self.rank)]
         self.tied_weight = TiedWeight.of(self.parts, self.plan, group) if self._tied else None
         self.stages = [self._stage(part, wrap) for part in self.parts]
         self._check_split_backward()
+        if self._tensor is not None:
+            self._narrow(self._tensor)
         self._loss: LossFunction | None = None
         self._schedule = build_schedule(self.kind, self.stages, microbatches, self._share_of_loss)
         self._learned: dict[Any, list[Any]] = {}
@@ -227,7 +233,21 @@ class Pipeline:
         )
 
     def _part(self, model: Any, stage: int) -> StagePart:
-        return StagePart(model, self.plan, stage, reads_ahead=not self.kind.splits_backward).to(self.device)
+        tokens = None if self._tensor is None else self._tensor.tokens
+        part = StagePart(model, self.plan, stage, tokens=tokens, reads_ahead=not self.kind.splits_backward)
+        return part.to(self.device)
+
+    def _narrow(self, tensor: TensorParallel) -> None:
+        """Let the handle of a parallelized model look after this rank's stages."""
+        if self._tied and self.plan.num_stages > 1 and tensor.tokens.logits == "own":
+            raise UnsupportedModelError(
+                'the head is the embedding, and logits="own" are of a part of the tokens; allowed in a pipeline: '
+                'logits="all", or a head apart'
+            )
+        elsewhere = self.tied if not self.stages[0].is_first else ()
+        stages = dist.group.WORLD if self.group is None else self.group
+        assert stages is not None
+        tensor.narrow(self.modules, stages, frozenset(elsewhere))
 
     def _check_split_backward(self) -> None:
         """Refuse what cannot compute the gradients of weights apart from those of inputs."""
@@ -291,6 +311,10 @@ class Pipeline:
             Whether some rank has not done it before.
         """
         is_new = key not in self._learned
+        if self._tensor is not None:
+            group = self._tensor.group
+            equal, is_new = _compare(group, (*numbers, -1 if problem else 0), is_new, self.device)
+            problem = problem or ("" if equal else f"its tensor ranks differ; this one has {here}")
         if self._alike is not None:
             _, is_new = _compare(self._alike, (), is_new, self.device)
         equal, is_new = _compare(self.group, (*numbers, -1 if problem else 0), is_new, self.device)
@@ -312,6 +336,8 @@ class Pipeline:
         """Make sure that each stage knows the shapes of what it will be sent."""
         for part in self.parts:
             part.autocast = autocast
+        if self._tensor is not None:
+            self._tensor.tokens.count = inputs.shape[1]
         for stage in self.stages:
             stage.has_backward = key.has_backward
         if is_new:
@@ -341,24 +367,40 @@ class Pipeline:
         return shared
 
 
-def _check_whole(model: Any) -> None:
-    """Refuse a model that has been divided already."""
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+def _check_whole(model: Any, group: dist.ProcessGroup | None) -> TensorParallel | None:
+    """Refuse a model that has been divided already, but for one that `parallelize` divided.
+
+    Returns:
+        The handle of that.
+    """
+    tensor = handle_of(model)
+    if tensor is None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise UnsupportedModelError(
-            "the model is divided over ranks already (it has DTensor parameters); allowed: a whole model, and wrap= "
-            "to divide its stages"
+            "the model is divided over ranks already (it has DTensor parameters); allowed: a whole model, or one from "
+            "parallelize, and wrap= to divide its stages"
         )
     if any(isinstance(module, Elsewhere) for module in model.modules()):
         raise UnsupportedModelError("the model is a part of a pipeline already; allowed: a whole model")
+    if tensor is not None:
+        pipeline, others = (set(dist.get_process_group_ranks(ranks)) for ranks in (group, tensor.group))
+        if len(pipeline & others) > 1:
+            raise ConfigError(
+                f"ranks {sorted(pipeline & others)} are tensor ranks and pipeline ranks of each other; allowed: two "
+                'dimensions of a mesh, such as parallelize(model, mesh["tensor"]) and group=mesh.get_group("pipeline")'
+            )
+    return tensor
 
 
-def check_agreement(group: dist.ProcessGroup | None, here: str, *, wrong: bool = False) -> None:
+def check_agreement(
+    group: dist.ProcessGroup | None, here: str, *, wrong: bool = False, ranks: str = "pipeline"
+) -> None:
     """Raise on every rank of a group unless all mean the same.
 
     Args:
         group: The ranks.
         here: What this rank means.
         wrong: Whether it is wrong in itself, whatever the others mean.
+        ranks: What the ranks of the group are called.
 
     Raises:
         ConfigError: Ranks differ; one line says which and how, the same on every rank.
@@ -367,11 +409,11 @@ def check_agreement(group: dist.ProcessGroup | None, here: str, *, wrong: bool =
     dist.all_gather_object(told, (here, wrong), group=group)
     for rank, (text, is_wrong) in enumerate(told):
         if is_wrong:
-            raise ConfigError(f"pipeline rank {rank}: {text}")
+            raise ConfigError(f"{ranks} rank {rank}: {text}")
     for rank, (text, _) in enumerate(told):
         if text != told[0][0]:
             raise ConfigError(
-                f"pipeline rank {rank} has [{text}], pipeline rank 0 has [{told[0][0]}]; allowed: the same on all"
+                f"{ranks} rank {rank} has [{text}], {ranks} rank 0 has [{told[0][0]}]; allowed: the same on all"
             )
 
 

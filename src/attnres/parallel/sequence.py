@@ -109,18 +109,31 @@ class ReplicatedGradients:
     """
 
     def __init__(self, parameters: Iterable[tuple[nn.Module, str]], group: dist.ProcessGroup):
-        self._places = list(parameters)
-        self._watched = self.parameters()
+        self._places = dict(enumerate(parameters))
+        self._watched = dict(enumerate(self.parameters()))
         self._group, self._is_first = group, dist.get_rank(group) == 0
         self._totals: set[int] = set()  # places whose gradient is a total already
         self._is_pending = False
-        for place, parameter in enumerate(self._watched):
+        for place, parameter in self._watched.items():
             if parameter.requires_grad:
                 parameter.register_hook(self._watcher(place))
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters, as they are by now."""
-        return [module._parameters[name] for module, name in self._places]  # pyright: ignore[reportReturnType]
+        return [module._parameters[name] for module, name in self._places.values()]  # pyright: ignore[reportReturnType]
+
+    def narrow(self, modules: Iterable[nn.Module]) -> None:
+        """Leave out the parameters that some modules do not have; each rank of the group has the same modules."""
+        have = {
+            id(parameter): (module, name)
+            for root in modules
+            for module in root.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        kept = {place: have[id(parameter)] for place, parameter in self._watched.items() if id(parameter) in have}
+        self._watched = {place: self._watched[place] for place in kept}
+        self._places = kept
 
     @torch.no_grad()
     def sum(self) -> None:
@@ -132,7 +145,7 @@ class ReplicatedGradients:
         if not self._is_pending:
             return
         self._check()
-        chosen = [place for place, parameter in enumerate(self._watched) if parameter.requires_grad]
+        chosen = [place for place, parameter in self._watched.items() if parameter.requires_grad]
         for bucket in self._buckets(chosen):
             self._sum_bucket(bucket)
         self._totals, self._is_pending = set(chosen), False
@@ -153,7 +166,8 @@ class ReplicatedGradients:
         return arrives
 
     def _check(self) -> None:
-        for (module, name), watched in zip(self._places, self._watched, strict=True):
+        for place, watched in self._watched.items():
+            module, name = self._places[place]
             parameter = module._parameters[name]
             if parameter is not watched:
                 raise ConfigError(

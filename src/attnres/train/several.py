@@ -1,4 +1,4 @@
-"""A run on several processes: the model cut into stages, and its weights or rows shared, as the config says.
+"""A run on several processes: the model cut into stages, its weights divided, and its rows shared, as the config says.
 
 The numbers are those of one process: a pass has the same rows, of which a data rank takes its part; the micro-batches
 of a pipeline are the passes; loss, gradient norm and evaluation are of the whole, and the same on every rank.
@@ -21,9 +21,11 @@ from attnres.errors import CheckpointError
 from attnres.optim import is_depth_parameter, local_groups, optimizer_groups, optimizer_of_groups
 from attnres.optim.build import SLOT
 from attnres.parallel.checkpoint import StoredTensors
-from attnres.parallel.data_parallel import DataParallel, GradientSum, clip_gradients, reshard, shard
+from attnres.parallel.clipping import clip_gradients
+from attnres.parallel.data_parallel import DataParallel, GradientSum, reshard, shard
 from attnres.parallel.mesh import Mesh
 from attnres.parallel.pipeline import Pipeline
+from attnres.parallel.tensor import parallelize
 from attnres.train.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -62,6 +64,7 @@ class SeveralProcesses:
         self._kind, self._first_names = type(model).__name__, first_names(model)
         groups = optimizer_groups(model, config.optim)
         self._trained = {name for group in groups for name, _ in group["params"]}
+        self._tensor = parallelize(model, mesh.tensor_mesh) if config.parallel.tensor > 1 else None
         self._run: _Whole | _Staged = (_Whole if config.parallel.stages == 1 else _Staged)(model, config, mesh)
         if config.train.compile:
             compile_layers(self._run.modules)
@@ -95,13 +98,26 @@ class SeveralProcesses:
     def accumulate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """See `attnres.train.forward.Passes`."""
         total = self._run.accumulate(batches).double()
+        if self._tensor is not None:
+            self._tensor.sum_gradients()
         if self.mesh.config.data > 1:
             dist.all_reduce(total, group=self.mesh.data_group)
         return total / self.mesh.config.data
 
     def clip(self, bound: float) -> Tensor:
         """See `attnres.train.forward.Passes`."""
-        return clip_gradients(self.parameters, self.mesh, bound=bound, counted_elsewhere=self._elsewhere)
+        layout = self.mesh.config
+        return clip_gradients(
+            self.parameters,
+            bound=bound,
+            device=self.mesh.device,
+            shards=[
+                *([self.mesh.data_group] if layout.is_sharded else []),
+                *([self.mesh.tensor_group] if layout.tensor > 1 else []),
+            ],
+            stages=self.mesh.pipeline_group if layout.pipeline > 1 else None,
+            counted_elsewhere=self._elsewhere,
+        )
 
     def rest(self) -> None:
         """Let go of weights that an evaluation has gathered."""
@@ -113,7 +129,7 @@ class SeveralProcesses:
         if train.init_from is not None:
             path = self.mesh.from_first(lambda: _find_verified(Path(str(train.init_from))))
             self._load_model(open_model(path), path, may_lack=is_depth_parameter)
-        seed_rank(train.seed, self.mesh.rank)
+        seed_rank(train.seed, self.mesh.place)
 
     def newest(self, checkpoints: Checkpoints, *, fallback: bool) -> Checkpoint | None:
         """Open the newest checkpoint, which rank 0 verifies."""
@@ -133,10 +149,10 @@ class SeveralProcesses:
         ranks, seed = state.get("random_of_ranks", {}), self.config.train.seed
         if ranks.get("mesh") == self._sizes_of_mesh():
             restore_random_state(ranks["states"][self.mesh.rank], one_gpu=True)
-        elif self.is_first:
+        elif self.mesh.place == 0:
             restore_random_state(state["random"], one_gpu=True)
         else:
-            seed_rank(seed, self.mesh.rank, state["step"])
+            seed_rank(seed, self.mesh.place, state["step"])
 
     def random_state(self) -> dict[str, Any]:
         """Entries of a checkpoint's state for the random generators of all ranks."""
@@ -195,7 +211,7 @@ class SeveralProcesses:
         return frozenset(name for names in found[: self.mesh.pipeline_rank] for name in names)
 
     def _sizes_of_mesh(self) -> list[int]:
-        return [self.mesh.config.pipeline, self.mesh.config.data]
+        return [getattr(self.mesh.config, name) for name in self.mesh.config.dimensions]
 
 
 @final

@@ -91,7 +91,7 @@ class Trainer:
         check_data(model, data, self.config)
         if (1 if mesh is None else mesh.size) != self.config.parallel.size:
             raise ConfigError(
-                f"the config is for {self.config.parallel.size} processes (parallel.pipeline x parallel.data); "
+                f"the config is for {self.config.parallel.size} processes ({self.config.parallel.mesh}); "
                 f"allowed: {'a mesh of as many' if mesh is None else mesh.size}"
             )
         self.model, self.data, self.folder = model, data, Path(folder)
@@ -306,7 +306,8 @@ class Trainer:
 
     def _finish(self) -> Row:
         """Write ``result.json``."""
-        result = build_result(self.folder, self._processes.sizes, self.position, peak_memory_bytes=self._peak_memory())
+        sizes, memory = self._processes.sizes, self._peak_memory()
+        result = build_result(self.folder, self.config, sizes, self.position, peak_memory_bytes=memory)
         for callback in self.callbacks:
             callback.on_end(self._context(), result)
         replace_text(self.folder / RESULT, to_json(result))  # last, so that a run with a result lacks nothing

@@ -1,0 +1,187 @@
+"""What the tests of tensor and pipeline ranks together run: a divided and cut model against the same one whole."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from attnres.errors import AttnResError
+from attnres.models import build
+from attnres.parallel.bank import own_tokens
+from attnres.parallel.ledger import Transfer
+from attnres.parallel.pipeline import Pipeline
+from attnres.parallel.planning.communication import predicted_bytes
+from attnres.parallel.tensor import TensorParallel, parallelize
+from attnres.residual import BlockAttnRes
+from models.small import ALL_CONFIGS
+from parallel.work_sequence import draw, full, norm_exactly
+
+BLOCK = BlockAttnRes(sublayers_per_block=3)
+ROWS, TOKENS, LAYERS = 2, 7, 4
+
+
+def mesh_of(pipeline: int = 2) -> DeviceMesh:
+    """Pipeline x tensor."""
+    shape = (pipeline, dist.get_world_size() // pipeline)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "tensor"))
+
+
+def whole_model(strategy: Any = BLOCK, family: str = "llama", checkpointing: str | None = None, **changes: Any) -> Any:
+    torch.manual_seed(1)
+    model: Any = build(ALL_CONFIGS[family](layers=LAYERS, **changes), strategy, dtype=torch.float64)
+    for parameter in model.base_model.residual.parameters():
+        nn.init.normal_(parameter, mean=0.1, std=0.5)
+    if checkpointing is not None:
+        model.activation_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+    return model.train()
+
+
+def cut(
+    whole: Any, microbatches: int = 4, pipeline: int = 2, logits: Any = "all", **options: Any
+) -> tuple[Pipeline, TensorParallel]:
+    """A copy of a model on all ranks."""
+    mesh = mesh_of(pipeline)
+    divided = copy.deepcopy(whole)
+    norm_exactly(divided)
+    handle = parallelize(divided, mesh["tensor"], logits=logits)
+    return Pipeline(divided, group=mesh.get_group("pipeline"), microbatches=microbatches, **options), handle
+
+
+def batches(count: int = 4, step: int = 0, tokens: int = TOKENS) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    rows = [draw(ROWS, tokens + 1, seed=100 * step + index) for index in range(count)]
+    return [(row[:, :-1], row[:, 1:]) for row in rows]
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def whole_step(model: Any, given: Any) -> float:
+    losses = [
+        cross_entropy(model(input_ids=ids, use_cache=False).logits, targets) / len(given) for ids, targets in given
+    ]
+    torch.stack(losses).sum().backward()
+    return sum(loss.item() for loss in losses)
+
+
+def worst(whole: Any, pipeline: Pipeline, kind: str = "grad") -> tuple[float, str, int]:
+    """Largest difference of this rank's gradients (or values) relative to each tensor's, its name, and their number."""
+    expected = dict(whole.named_parameters())
+    floor = 1e-6 * max(getattr(p, kind).abs().max().item() for p in expected.values() if getattr(p, kind) is not None)
+    found, count = (0.0, ""), 0
+    for module in pipeline.modules:
+        for name, parameter in module.named_parameters():
+            mine, its = getattr(expected[name], kind), getattr(parameter, kind)
+            if mine is None or its is None:
+                if mine is not None or its is not None:
+                    return float("inf"), name, count
+                continue
+            error = (full(its) - mine).abs().max().item() / max(mine.abs().max().item(), floor)
+            found, count = found if error <= found[0] else (error, name), count + 1
+    return *found, count
+
+
+def step(case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """One step, and an evaluation of another shape after it."""
+    whole = whole_model(**case)
+    norm_exactly(whole)
+    pipeline, handle = cut(whole, **options)
+    given = batches(options.get("microbatches", 4))
+    expected, found = whole_step(whole, given), pipeline.step(given, cross_entropy)
+    rows = list(pipeline.ledger.rows)
+    handle.sum_gradients()
+    gradient = worst(whole, pipeline)
+    inputs, targets = batches(1, step=1, tokens=TOKENS + 2)[0]
+    with torch.no_grad():
+        looked = cross_entropy(whole(input_ids=inputs, use_cache=False).logits, targets).item()
+    return {
+        "loss": abs(found.item() / expected - 1),
+        "gradient": gradient,
+        "evaluation": abs(pipeline.evaluate(inputs, targets, cross_entropy).item() / looked - 1),
+        "rows": rows,
+        "held": pipeline.held_bytes(),
+        "predicted": _predicted(pipeline, handle),
+    }
+
+
+def _predicted(pipeline: Pipeline, handle: TensorParallel) -> list[Transfer]:
+    """What the planner says that this rank sends."""
+    own = len(own_tokens(TOKENS, tensor_ranks=handle.mesh.size(), rank=handle.mesh.get_local_rank()))
+    rows = predicted_bytes(pipeline.plan, tokens=ROWS * own, element_bytes=8, microbatches=pipeline.microbatches)
+    return [row for row in rows if row.sender == pipeline.rank]
+
+
+def train(steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Norms before clipping in each step of both models, and the worst difference of the weights after them."""
+    whole = whole_model(tie_word_embeddings=True)
+    norm_exactly(whole)
+    pipeline, handle = cut(whole, **options)
+    optimizers = [torch.optim.AdamW(p, lr=1e-3, eps=1e-4) for p in (whole.parameters(), handle.optimizer_groups())]
+    norms = []
+    for index in range(steps):
+        given = batches(step=index, tokens=5 + index % 3)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        whole_step(whole, given)
+        pipeline.step(given, cross_entropy)
+        norms.append((nn.utils.clip_grad_norm_(whole.parameters(), 0.5).item(), handle.clip_gradients(0.5).item()))
+        for optimizer in optimizers:
+            optimizer.step()
+    queries = {
+        name: parameter.detach().clone()
+        for module in pipeline.modules
+        for name, parameter in module.named_parameters()
+        if "pseudo_query" in name
+    }
+    return {"norms": norms, "weights": worst(whole, pipeline, "data"), "queries": queries}
+
+
+def own_logits() -> tuple[float, tuple[float, str, int]]:
+    """With logits of own tokens: the error of the sum of the tensor ranks' losses, and of the gradients."""
+    whole = whole_model(tie_word_embeddings=False)
+    norm_exactly(whole)
+    pipeline, handle = cut(whole, logits="own")
+    given = batches()
+
+    def own_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), handle.own(targets).flatten(), reduction="sum") / targets.numel()
+
+    expected, share = whole_step(whole, given), pipeline.step(given, own_loss)
+    handle.sum_gradients()
+    dist.all_reduce(share, group=handle.group)
+    return abs(share.item() / expected - 1), worst(whole, pipeline)
+
+
+def misuse() -> dict[str, str]:
+    """Errors on this rank."""
+    rank, mesh = dist.get_rank(), mesh_of()
+    tensor_rank = mesh["tensor"].get_local_rank()
+    calls = {
+        "own logits, tied": lambda: cut(whole_model(tie_word_embeddings=True), logits="own"),
+        "other micro-batches": lambda: cut(whole_model(), microbatches=4 if tensor_rank else 2),
+        "other shape": lambda: cut(whole_model())[0].step(batches(tokens=6 + (rank == 3)), cross_entropy),
+        "one rank has too few": lambda: cut(whole_model())[0].step(batches(3 + (rank != 2)), cross_entropy),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+            said[name] = ""
+        except AttnResError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    return said
+
+
+def memory() -> tuple[int, int]:
+    """Numbers that this rank's parameters have, and those of the model."""
+    whole = whole_model()
+    pipeline, _ = cut(whole)
+    own = {id(p): p for module in pipeline.modules for p in module.parameters()}
+    sizes = [p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in own.values()]
+    return sum(sizes), sum(p.numel() for p in whole.parameters())
