@@ -1,5 +1,7 @@
 """A model divided by heads, columns and tokens is the same model: loss, gradients, weights after training, and text."""
 
+import re
+
 import pytest
 import torch
 
@@ -253,9 +255,10 @@ MISUSE = (
 )
 
 
-def test_a_parameter_replaced_later_is_not_summed_silently(processes):
-    for message in processes.run(2, replaced_parameter):
-        assert message.startswith("pseudo_query of DepthSite has been replaced since its gradients are watched")
+@pytest.mark.parametrize("how", ["by hand", "fsdp"])
+def test_a_parameter_replaced_later_is_not_summed_silently(processes, how):
+    for message in processes.run(2, replaced_parameter, how):
+        assert re.match(r"(pseudo_query|key_weight) of DepthSite has been replaced since its gradients are", message)
 
 
 def test_a_frozen_parameter_stays_without_gradient_and_is_to_be_unfrozen_before(processes):

@@ -115,6 +115,7 @@ def test_ranks_that_disagree_end_on_all_ranks_with_one_line(processes):
         assert "tensor rank 1 has [pipeline rank" in said["other micro-batches"]
         assert "M=4" in said["other micro-batches"]
         assert "tensor ranks differ" in said["other shape"]
+        assert "has been replaced since its gradients are watched" in said["fsdp around stages"]
         assert (
             "3 micro-batches were given" in said["one rank has too few"]
             or "tensor ranks differ" in said["one rank has too few"]

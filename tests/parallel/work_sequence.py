@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import DynamicCache
@@ -324,13 +325,17 @@ def unfrozen_parameter():
     return None
 
 
-def replaced_parameter():
-    """The error of a sum after a watched parameter has been replaced."""
-    _, divided, handle = make_pair()
+def replaced_parameter(how):
+    """The error of a sum after a watched parameter has been replaced, by hand or by FSDP, which replaces all."""
+    torch.manual_seed(1)
+    divided = build(ALL_CONFIGS["llama"](), BLOCK)
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    handle = parallelize(divided, mesh["tensor"])
     site = divided.base_model.residual.sites[1]
-    site.pseudo_query = nn.Parameter(site.pseudo_query.detach().clone())
-    ids, mask = batch_of(2, 7, seed=0)
-    loss_of(divided(input_ids=ids, use_cache=False).logits, ids, mask).backward()
+    if how == "fsdp":
+        fully_shard(divided, mesh=mesh["data"])
+    else:
+        site.pseudo_query = nn.Parameter(site.pseudo_query.detach().clone())
     try:
         handle.sum_gradients()
     except AttnResError as error:

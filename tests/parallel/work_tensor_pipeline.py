@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from attnres.errors import AttnResError
@@ -165,6 +166,7 @@ def misuse() -> dict[str, str]:
         "own logits, tied": lambda: cut(whole_model(tie_word_embeddings=True), logits="own"),
         "other micro-batches": lambda: cut(whole_model(), microbatches=4 if tensor_rank else 2),
         "other shape": lambda: cut(whole_model())[0].step(batches(tokens=6 + (rank == 3)), cross_entropy),
+        "fsdp around stages": lambda: cut(whole_model(), wrap=lambda part: fully_shard(part, mesh=_alone())),
         "one rank has too few": lambda: cut(whole_model())[0].step(batches(3 + (rank != 2)), cross_entropy),
     }
     said = {}
@@ -176,6 +178,11 @@ def misuse() -> dict[str, str]:
             said[name] = f"{type(error).__name__}: {error}"
         dist.barrier()
     return said
+
+
+def _alone() -> DeviceMesh:
+    """A dimension of data ranks with this rank alone."""
+    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("others", "data"))["data"]
 
 
 def memory() -> tuple[int, int]:

@@ -119,10 +119,12 @@ class Pipeline:
         self.store, self.ledger = RankStore(), Ledger()
         self.parts = [self._part(model, stage) for stage in self.plan.stages_of(self.rank)]
         self.tied_weight = TiedWeight.of(self.parts, self.plan, group) if self._tied else None
-        self.stages = [self._stage(part, wrap) for part in self.parts]
-        self._check_split_backward()
         if self._tensor is not None:
             self._narrow(self._tensor)
+        self.stages = [self._stage(part, wrap) for part in self.parts]
+        if self._tensor is not None:
+            self._tensor.gradients.check()
+        self._check_split_backward()
         self._loss: LossFunction | None = None
         self._schedule = build_schedule(self.kind, self.stages, microbatches, self._share_of_loss)
         self._learned: dict[Any, list[Any]] = {}
@@ -244,7 +246,7 @@ class Pipeline:
                 'the head is the embedding, and logits="own" are of a part of the tokens; allowed in a pipeline: '
                 'logits="all", or a head apart'
             )
-        elsewhere = self.tied if not self.stages[0].is_first else ()
+        elsewhere = self.tied if not self.parts[0].is_first else ()
         stages = dist.group.WORLD if self.group is None else self.group
         assert stages is not None
         tensor.narrow(self.modules, stages, frozenset(elsewhere))

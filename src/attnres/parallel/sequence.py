@@ -142,9 +142,9 @@ class ReplicatedGradients:
         Raises:
             ConfigError: A parameter has been replaced since, or unfrozen.
         """
+        self.check()
         if not self._is_pending:
             return
-        self._check()
         chosen = [place for place, parameter in self._watched.items() if parameter.requires_grad]
         for bucket in self._buckets(chosen):
             self._sum_bucket(bucket)
@@ -165,7 +165,12 @@ class ReplicatedGradients:
 
         return arrives
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise unless the gradients that arrive are still those that are watched.
+
+        Raises:
+            ConfigError: A parameter has been replaced since, or unfrozen.
+        """
         for place, watched in self._watched.items():
             module, name = self._places[place]
             parameter = module._parameters[name]
