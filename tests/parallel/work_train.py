@@ -15,6 +15,7 @@ from attnres.models import build
 from attnres.optim import OptimConfig
 from attnres.parallel.config import ParallelConfig
 from attnres.parallel.mesh import Mesh
+from attnres.parallel.weights import allocate, named_tensors
 from attnres.residual import STRATEGIES, BlockAttnRes, FullAttnRes, PreNorm
 from attnres.train import Callback, RunConfig, RunContext, Trainer
 from parallel.work_data import quiet_dynamo
@@ -65,6 +66,17 @@ def model_of(strategy: str, *, tied: bool = True, seed: int = 0) -> Any:
     return build(shape, RESIDUALS[strategy], dtype=torch.float32)
 
 
+def unfilled(strategy: str, *, tied: bool) -> Any:
+    """The same model with NaN in place of every value."""
+    with torch.device("meta"):
+        model = model_of(strategy, tied=tied)
+    assert allocate(model)
+    with torch.no_grad():
+        for tensor in named_tensors(model).values():
+            tensor.fill_(torch.nan)
+    return model
+
+
 def config_of(parallel: dict[str, Any], *, strategy: str = "block", optim: dict[str, Any] | None = None, **train: Any):
     settings: dict[str, Any] = {"batch_size": 4, "accumulation": 4, "steps": 4, "eval_every": 2, "checkpoint_every": 2}
     config: RunConfig = tiny_config(
@@ -100,7 +112,7 @@ def _fit(folder: Path, config: RunConfig, *, resume: Any, strategy: str, tied: b
     mesh = Mesh(config.parallel, device="cpu") if config.parallel.size > 1 else None
     seen = Seen()
     trainer = Trainer(
-        model_of(strategy, tied=tied),
+        model_of(strategy, tied=tied) if mesh is None or mesh.is_first else unfilled(strategy, tied=tied),
         tiny_data(),
         config,
         folder,

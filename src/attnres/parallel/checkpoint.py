@@ -127,7 +127,7 @@ class StoredTensors(Mapping[str, Tensor]):
         """Overwrite tensors with what is stored under their names; of a sharded one, this rank's shard."""
         with torch.no_grad():
             for name, target in targets:
-                local, offsets = _local_part(target)
+                local, offsets = local_shard(target)
                 local.copy_(self.read(name, offsets, tuple(local.shape)))
 
     def _note(self, file: Path) -> None:
@@ -162,7 +162,7 @@ def _read(file: Path, name: str, where: tuple[slice, ...] | None) -> Tensor:
         raise CheckpointError(f"{file} is damaged: {error}") from error
 
 
-def _local_part(target: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def local_shard(target: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a tensor, and where in the whole it begins."""
     if not isinstance(target, DTensor):
         return target, (0,) * target.ndim

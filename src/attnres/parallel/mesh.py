@@ -133,6 +133,13 @@ class Mesh:
         dist.broadcast_object_list(made, src=0)
         return made[0]
 
+    def first_or_others(self, first: Callable[[], T], others: Callable[[], T]) -> T:
+        """What rank 0 makes in one way, however long it takes, and every other rank in another."""
+        made: list[T] = []
+        with self.agreed(self._patient):
+            made.append(first() if self.is_first else others())
+        return made[0]
+
     def first_then_others(self, make: Callable[[], T]) -> T:
         """Let rank 0 make something on disk that the others then find there."""
         with self.agreed(self._patient):

@@ -21,7 +21,7 @@ class RunContext:
     """What a callback is shown of a run."""
 
     model: nn.Module
-    """The model itself, never the compiled one; on a mesh, what it was made of, whose weights may be elsewhere."""
+    """The model itself, never the compiled one; on a mesh this rank's part of it, the first where it has several."""
     config: RunConfig
     """Resolved settings."""
     folder: Path

@@ -26,6 +26,7 @@ from attnres.parallel.data_parallel import DataParallel, GradientSum, reshard, s
 from attnres.parallel.mesh import Mesh
 from attnres.parallel.pipeline import Pipeline
 from attnres.parallel.tensor import parallelize
+from attnres.parallel.weights import FirstWeights, named_tensors
 from attnres.train.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -48,8 +49,8 @@ class SeveralProcesses:
     """What the loop needs of a model that a mesh trains; the same members as `attnres.train.single.SingleProcess`.
 
     Args:
-        model: The whole model, the same on every rank, best on the CPU: only what a rank keeps of it has to fit on its
-            device, where it is moved.
+        model: The whole model, best on the CPU: only what a rank keeps of it has to fit on its device, where it is
+            moved. The values are those of rank 0, which sends every rank what it keeps.
         config: Resolved settings.
         mesh: The ranks.
 
@@ -62,12 +63,14 @@ class SeveralProcesses:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}
         self.sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self._kind, self._first_names = type(model).__name__, first_names(model)
+        weights = FirstWeights(model, mesh.device)
         groups = optimizer_groups(model, config.optim)
         self._trained = {name for group in groups for name, _ in group["params"]}
         self._tensor = parallelize(model, mesh.tensor_mesh) if config.parallel.tensor > 1 else None
         self._run: _Whole | _Staged = (_Whole if config.parallel.stages == 1 else _Staged)(model, config, mesh)
         if config.train.compile:
             compile_layers(self._run.modules)
+        weights.send(self._every_tensor())
         self.evaluated: nn.Module = nn.ModuleList(self._run.runs)
         self.parameters = [
             (self._first_names[name], parameter)
@@ -77,6 +80,11 @@ class SeveralProcesses:
         self._elsewhere = self._names_of_earlier_ranks()
         self.optimizer = optimizer_of_groups(local_groups(groups, self.parameters), config.optim)
         self.share = DataShare(mesh)
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's part of the model, the first where it has several stages."""
+        return self._run.modules[0]
 
     @property
     def eval_loss(self) -> Loss:
@@ -169,6 +177,12 @@ class SeveralProcesses:
         }
         model = {name: tensor for name, tensor in self._tensors() if name not in self._elsewhere}
         return checkpoints.save_sharded(self.mesh, model=model, optimizer=optimizer, state=state)
+
+    def _every_tensor(self) -> Iterator[tuple[str, Tensor]]:
+        """As `_tensors`, with the buffers that are not saved."""
+        for module in self._run.modules:
+            for name, tensor in named_tensors(module).items():
+                yield self._first_names.get(name, name), tensor
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and persistent buffers of this rank, by their names in the whole model."""

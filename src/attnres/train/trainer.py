@@ -175,6 +175,7 @@ class Trainer:
             from attnres.train.several import SeveralProcesses  # loads what one process does not need
 
             self._processes = SeveralProcesses(self.model, self.config, self._mesh)
+            self.model = self._processes.model  # what is elsewhere need not stay in this process's memory
         self._shard = self.data.split("train")
         self.sampler = Sampler(
             len(self._shard), context=context, batch_size=train.batch_size * train.accumulation, seed=train.seed
