@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import attnres
-from attnres.cli import COMMANDS, main
+from attnres.cli import COMMANDS, ON_A_MESH, SECONDS_TO_SPEAK, main
 from experiments.runs import dataset
 from experiments.test_compare import assert_same_run
 
@@ -82,6 +82,46 @@ def test_help_names_every_command_and_each_has_its_own(capsys):
         assert f"usage: attnres {command}" in capsys.readouterr().out
     main(["--version"])
     assert capsys.readouterr().out == f"attnres {attnres.__version__}\n"
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - set(ON_A_MESH)))
+def test_a_command_without_a_mesh_refuses_several_processes_and_rank_0_says_so(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in ("0", "2"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stop:
+            main([command, "nowhere"])
+        assert stop.value.code == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err == ("" if rank != "0" else (
+            f"attnres: error: attnres {command} was started as 3 processes (WORLD_SIZE), and each would do all of it; "
+            "allowed: one, without torchrun (train and compare take a mesh)\n"
+        ))  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+def test_under_torchrun_others_wait_for_rank_0_to_say_what_is_wrong(monkeypatch, capsys):
+    """It ends all processes when the first has ended, which is then to be the one that has spoken."""
+    waits = []
+    monkeypatch.setattr("attnres.cli.time.sleep", waits.append)
+    for name, value in (("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "none")):
+        monkeypatch.setenv(name, value)
+    for rank, expected in (("0", []), ("1", [SECONDS_TO_SPEAK])):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            main(["eval", "nowhere"])
+        assert waits == expected
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("environment", [{"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "3"}])
+def test_one_process_is_one_with_and_without_torchrun(environment, monkeypatch, capsys):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    main(["schedule", "--layers", "2"])
+    assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["op", "phases", "overhead", "memory", "inference", "pipeline"])
@@ -179,6 +219,31 @@ def test_dry_run_prints_the_resolved_config_and_costs_and_writes_nothing(options
     }  # fmt: skip
     assert plan["plan"]["parameters"] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_a_dry_run_on_a_mesh_needs_no_processes_and_says_what_each_rank_would_hold(command, options, tmp_path, capsys):
+    residual = {
+        "train": ["--residual", "block", "--residual.sublayers-per-block", "2"],
+        "compare": ["--arms", "block:sublayers_per_block=2"],
+    }
+    mesh = ["--parallel.pipeline", "2", "--parallel.data", "2", "--train.accumulation", "2"]
+    main([command, "--out", str(tmp_path / "x"), *residual[command], *options, *mesh, "--dry-run"])
+    printed = capsys.readouterr()
+    layout = json.loads(printed.out)["layout"]
+    assert [share["ranks"] for share in layout] == [[0, 1], [2, 3]]
+    assert [share["stages"][0]["receives"] for share in layout] == ["token ids", "E, b2"]
+    lines = [line.split() for line in printed.err.splitlines() if line.strip()]
+    assert lines[0] == ["ranks", "stage", "sublayers", "layers", "parameters", "receives"]
+    assert lines[2][:4] == ["0-1", "0", "0-1", "0"]
+    assert lines[3] == ["2-3", "1", "2-3", "1", f"{layout[1]['stages'][0]['parameters']:,}", "E,", "b2"]
+    assert "4 processes: parallel.pipeline=2 x parallel.data=2, schedule 1f1b, cache all" in printed.err
+    assert list(tmp_path.iterdir()) == []
+    error = fails(
+        [command, "--out", tmp_path / "x", *residual[command], *options, "--parallel.pipeline", "9", "--dry-run"],
+        capsys,
+    )
+    assert "9 stages, but the model has 4 sublayers" in error
 
 
 def test_schedule_prints_the_k3_schedule(capsys):

@@ -3,12 +3,15 @@
 import dataclasses
 import itertools
 import random
+import re
 from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnres.errors import ConfigError
@@ -22,9 +25,11 @@ from attnres.parallel.planning.communication import (
     sources_sent,
     total_bytes,
 )
+from attnres.parallel.planning.divisions import check_tensor_ranks
 from attnres.parallel.planning.hardware import Efficiency, link_between
 from attnres.parallel.planning.io_table import depth_attention_flops, exact_mean, paper_table, traffic
 from attnres.parallel.planning.memory import peak_sources, prefill_memory, training_memory
+from attnres.parallel.planning.models import MODELS
 from attnres.parallel.planning.orders import Action, schedule_order
 from attnres.parallel.planning.planned import plan_run
 from attnres.parallel.planning.report import make_report
@@ -34,7 +39,9 @@ from attnres.parallel.planning.sizes import built_size, mean_keys
 from attnres.parallel.planning.step import balanced_cuts
 from attnres.parallel.planning.table import shown
 from attnres.parallel.planning.tables_layout import training_table
+from attnres.parallel.planning.tables_model import summary_table
 from attnres.parallel.schedules import SCHEDULES, check_pipeline, schedule_kind
+from attnres.parallel.tensor import parallelize
 from attnres.residual import STRATEGIES, BlockAttnRes, FullAttnRes, PreNorm, reads
 from attnres.residual.costs import costs
 from models.small import ALL_CONFIGS, llama
@@ -102,6 +109,93 @@ def test_depth_attention_is_counted_read_by_read():
     assert counts == [1, 2, 2, 3, 3, 4, 4]
     assert found == (0, 120 + 10, 120, 180 + 10, 180, 240 + 10, 240)
     assert depth_attention_flops(PreNorm(), 6, 10) is None
+
+
+# --- tensor ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[3, 4, 8])
+def tensor_mesh(request):
+    """A mesh of so many ranks, of which this process is the only one there."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield init_device_mesh("cpu", (request.param,), mesh_dim_names=("tensor",))
+    torch.distributed.destroy_process_group()
+
+
+def _is_refused(do, *arguments):
+    try:
+        do(*arguments)
+    except ConfigError as error:
+        assert "tensor ranks do not divide" in str(error)  # noqa: PT017
+        return True
+    return False
+
+
+def test_the_planner_refuses_the_widths_that_a_run_refuses_and_no_others(tensor_mesh):
+    ranks, seen = tensor_mesh.size(), set()
+    for family in ("llama", "qwen3", "phi3", "olmo2", "gemma3", "gpt_neox"):
+        for changes in ({}, {"num_attention_heads": 8}, {"intermediate_size": 30}):
+            config = ALL_CONFIGS[family](1, **changes)
+            widths = built_size(family, config, BLOCK, 16).widths
+            planned = _is_refused(check_tensor_ranks, widths, ranks)
+            with torch.device("meta"):
+                model = build(config, BLOCK, dtype=torch.float32)
+            refused = _is_refused(parallelize, model, tensor_mesh)
+            if any(width.repeats(ranks) for width in widths):
+                assert refused
+            else:
+                assert planned == refused, (family, changes)
+            seen.add(planned)
+    assert seen == ({True} if ranks == 3 else {True, False})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "ranks", "told"),
+    [
+        ("llama", {}, 3, "num_attention_heads is 4, which 3 tensor ranks do not divide; allowed here: 1, 2, 4"),
+        ("llama", {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 48}, 4,
+         "num_key_value_heads is 6, which 4 tensor ranks do not divide; allowed here: 1, 2, 3, 6, 12"),
+        ("llama", {"intermediate_size": 27}, 2, "inner width of LlamaMLP is 27, which 2 tensor ranks do not divide"),
+        ("gpt2", {"n_inner": 27}, 2, "inner width of GPT2MLP is 27, which 2 tensor ranks do not divide"),
+        ("kimi_linear", {"linear_num_heads": 3}, 2, "linear_num_heads is 3, which 2 tensor ranks do not divide"),
+        ("kimi_linear", {"moe_intermediate_size": 15, "num_local_experts": 5}, 2,
+         "inner width of KimiLinearExperts is 15 (and the number of experts 5), which 2 tensor ranks do not divide"),
+        ("deepseek_v3", {"moe_intermediate_size": 15}, 2, "inner width of DeepseekV3MLP is 15"),
+        ("qwen3_moe", {"intermediate_size": 27}, 2, "inner width of Qwen3MoeMLP is 27"),
+    ],
+)  # fmt: skip
+def test_tensor_ranks_that_do_not_divide_a_width_are_refused(family, changes, ranks, told):
+    widths = built_size(family, ALL_CONFIGS[family](**changes), BLOCK, 16).widths
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        check_tensor_ranks(widths, ranks)
+
+
+def test_experts_may_be_handed_out_and_heads_repeated():
+    whole = built_size("", ALL_CONFIGS["qwen3_moe"](moe_intermediate_size=15), BLOCK, 16).widths
+    check_tensor_ranks(whole, 4)  # four experts of width 15, and two key and value heads
+    assert [width.name for width in whole if width.repeats(4)] == ["num_key_value_heads"]
+    with pytest.raises(ConfigError, match="num_attention_heads is 4, which 8 tensor ranks"):
+        check_tensor_ranks(whole, 8)
+
+
+def test_every_known_model_goes_on_eight_tensor_ranks_and_says_which_heads_repeat_on_more():
+    for name, known in MODELS.items():
+        plan_run(PlanRequest(model=name, tensor=8))
+        if callable(known.shape):
+            with pytest.raises(ConfigError, match=r"heads is .* which 3 tensor ranks do not divide"):
+                plan_run(PlanRequest(model=name, tensor=3))
+    notes = [summary_table(plan_run(PlanRequest(model="llama-3.1-8b", tensor=ranks))).notes for ranks in (8, 16)]
+    assert notes[0] == ()
+    assert re.search("num_key_value_heads is 8 and tensor is 16: 2 ranks each have the same head", notes[1][0])
+
+
+def test_a_strategy_that_looks_at_other_tokens_is_for_one_tensor_rank(tmp_path):
+    crossing = next(kind for kind in STRATEGIES.values() if kind.crosses_tokens)
+    llama().save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    plan_run(PlanRequest(config=config, residual=crossing()))
+    with pytest.raises(ConfigError, match=r"tensor is 2 and .* looks at other tokens.*allowed: 1"):
+        plan_run(PlanRequest(config=config, residual=crossing(), tensor=2))
 
 
 # --- model sizes -----------------------------------------------------------------------------------------------------

@@ -4,16 +4,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaForCausalLM
 
 from attnres.train import Evaluator
 from attnres.train.forward import build_eval_loss, build_loss
 from train.tiny_run import CONTEXT, tiny_config, tiny_data, tiny_model
 
 
-def evaluator(*, sequences: int = 6, batch_size: int = 2) -> Evaluator:
-    model = tiny_model()
+def evaluator(model: LlamaForCausalLM | None = None, *, sequences: int = 6, batch_size: int = 2) -> Evaluator:
+    model = tiny_model().train() if model is None else model
     return Evaluator(
-        model.train(),
+        model,
         build_loss(model, tiny_config().train),
         tiny_data().split("valid"),
         context=CONTEXT,
@@ -46,6 +47,19 @@ def test_an_evaluation_draws_no_dropout_and_gives_the_same_number_twice() -> Non
     state = torch.get_rng_state()
     assert ours() == ours()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_evaluation_leaves_each_module_in_its_own_mode() -> None:
+    model = tiny_model().train()
+    model.model.layers[0].eval()
+    seen: list[bool] = []
+    model.lm_head.register_forward_pre_hook(lambda module, given: seen.append(model.training))
+    before = {name: module.training for name, module in model.named_modules()}
+    ours = evaluator(model)
+    ours()
+    assert seen == [False] * 3
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert len(set(before.values())) == 2
 
 
 def test_asking_for_more_windows_than_there_are_takes_them_all() -> None:

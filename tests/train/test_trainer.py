@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from attnres.errors import BackendUnavailableError, CheckpointError, ConfigError, DataError, TrainingError
 from attnres.models import convert
 from attnres.optim import OptimConfig
+from attnres.parallel.config import ParallelConfig
 from attnres.residual import BlockAttnRes
 from attnres.train import Callback, RunContext, TokenArrays, Trainer, load_run_config, load_weights, read_metrics
+from attnres.train.environment import describe_environment
 from attnres.train.folder import lock
 from train.tiny_run import (
     CONTEXT,
@@ -58,6 +60,29 @@ def test_a_run_folder_holds_config_environment_metrics_checkpoints_and_result(tm
     assert load_run_config(folder) == tiny_config()
     environment = json.loads((folder / "environment.json").read_text())
     assert {"commit", "versions", "platform", "cpu", "threads", "date"} <= environment.keys()
+    assert environment["processes"] == environment["hosts"] == result["processes"] == 1
+    mesh = {"pipeline": 1, "data": 1, "tensor": 1, "virtual": 1}
+    assert environment["mesh"] == result["mesh"] == mesh | dict.fromkeys(("schedule", "cuts", "cache", "sharding"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh"),
+    [
+        ({"pipeline": 2, "data": 3}, {"schedule": "1f1b", "cache": "all", "sharding": "ddp"}),
+        ({"pipeline": 2, "virtual": 2, "cuts": (1, 2, 3)}, {"schedule": "interleaved1f1b", "cuts": [1, 2, 3]}),
+        ({"data": 2, "sharding": "fsdp"}, {"schedule": None, "cache": None, "sharding": "fsdp"}),
+    ],
+)
+def test_environment_and_result_name_the_mesh_with_the_schedule_it_came_to(
+    layout: dict[str, Any], mesh: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = replace(tiny_config(batch_size=6), parallel=ParallelConfig(**layout))
+    environment = describe_environment(run)
+    assert environment["mesh"] == environment["mesh"] | layout | mesh
+    assert environment["processes"] == run.parallel.size
+    assert environment["hosts"] is None
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert describe_environment(run)["hosts"] == 2
 
 
 def test_the_result_sums_up_the_metrics(tmp_path: Path) -> None:

@@ -2,17 +2,19 @@
 
 A command's module is imported only when it runs, so ``attnres --help`` is quick. A mistake of the user's ends in one
 line on standard error and exit status 2; anything else keeps its traceback. Of several processes that torchrun started
-rank 0 speaks for all; that another rank was lost each says for itself, with exit status 1.
+rank 0 speaks for all; that another rank was lost each says for itself, with exit status 1. Commands that have no mesh
+are refused there, since each process would do all of it.
 """
 
 import errno
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from attnres import __version__
-from attnres.errors import AttnResError
+from attnres.errors import AttnResError, ConfigError
 
 COMMANDS = {
     "compare": "train several residual strategies from the same start and compare them",
@@ -33,6 +35,10 @@ COMMANDS = {
 }
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 """What a disk says while it is written to, without the name of a file."""
+ON_A_MESH = ("train", "compare")
+"""Commands that several processes may share."""
+SECONDS_TO_SPEAK = 3.0
+"""How long others wait for rank 0 to say what is wrong: torchrun ends all processes when it sees that one has ended."""
 MODULES = {"import": "import_checkpoint", "export": "export_checkpoint"}
 """Where a command's module has another name than the command."""
 
@@ -51,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name not in COMMANDS:
         _fail(f"command is {name!r}; allowed: {', '.join(COMMANDS)}")
     try:
+        _refuse_several(name)
         importlib.import_module(f"attnres.cli.{MODULES.get(name, name)}").main(rest)
     except AttnResError as error:
         is_lost = type(error).__name__ == "RankFailure"
@@ -66,9 +73,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(130) from None
 
 
+def _refuse_several(name: str) -> None:
+    """Raise where torchrun started several processes of a command that knows nothing of the others."""
+    if name in ON_A_MESH or "WORLD_SIZE" not in os.environ:
+        return
+    from attnres.parallel.config import world_size  # loads PyTorch, which not every command does
+
+    processes = world_size()
+    if processes > 1:
+        raise ConfigError(
+            f"attnres {name} was started as {processes} processes (WORLD_SIZE), and each would do all of it; allowed: "
+            f"one, without torchrun ({' and '.join(ON_A_MESH)} take a mesh)"
+        )
+
+
 def _fail(message: str, *, status: int = 2, aloud: bool = False) -> None:
     if aloud or os.environ.get("RANK", "0") == "0":
         print(f"attnres: error: {' '.join(message.split())}", file=sys.stderr)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(SECONDS_TO_SPEAK)
     raise SystemExit(status)
 
 

@@ -54,7 +54,8 @@ def _command(arguments: Sequence[str]) -> Any:
                 --nproc-per-node N -m attnres compare ...
             jobs: Runs at a time. More than one finishes sooner and distorts the measured speeds; set --train.threads.
             resume: Go on with a comparison that was broken off, or add arms and seeds to it.
-            dry_run: Print the resolved config of each arm with parameters, memory and FLOPs per token, and stop.
+            dry_run: Print the resolved config of each arm with parameters, memory and FLOPs per token,
+                on a mesh what each rank would hold as well, and stop.
         """
         del preset
         config = RunConfig(residual=base.residual, model=model, data=data, optim=optim, train=train, parallel=parallel)

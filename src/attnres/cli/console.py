@@ -10,12 +10,12 @@ NARROWEST = 80
 """Columns below which a table would lose some of its own."""
 
 
-def wide_console() -> Console:
+def wide_console(*, stderr: bool = False) -> Console:
     """A console as wide as the terminal, but never too narrow for a table; in a log, wide enough for every one."""
-    console = Console()
+    console = Console(stderr=stderr)
     if not console.is_terminal:
-        return Console(width=160)
-    return console if console.width >= NARROWEST else Console(width=NARROWEST)
+        return Console(width=160, stderr=stderr)
+    return console if console.width >= NARROWEST else Console(width=NARROWEST, stderr=stderr)
 
 
 def show_results(folder: Path, out: Path | None = None) -> None:

@@ -6,13 +6,15 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from attnres.cli.console import wide_console
 from attnres.cli.parsing import peek
 from attnres.errors import AttnResError, ConfigError
 from attnres.experiments.arms import strategy_of
 from attnres.experiments.compare import COMPARE
 from attnres.experiments.describe import describe
+from attnres.experiments.layout import RankShare, lay_out
 from attnres.experiments.presets import preset
 from attnres.experiments.run import check_layout
 from attnres.parallel.config import is_first_process, is_launched, restarts
@@ -58,8 +60,48 @@ def residual_default(arguments: Sequence[str], default: Strategy) -> tuple[str, 
 
 
 def print_plan(config: RunConfig) -> None:
-    """The resolved config and what it costs, for ``--dry-run``."""
-    print(json.dumps({**config.to_dict(), "plan": dataclasses.asdict(describe(config))}, indent=2))
+    """The resolved config and what it costs, for ``--dry-run``; on a mesh with a table, beside the JSON."""
+    costs = {"plan": dataclasses.asdict(describe(config))}
+    if config.parallel.size == 1 and config.parallel.stages == 1:
+        print(json.dumps({**config.to_dict(), **costs}, indent=2))
+        return
+    shares = lay_out(config)
+    found = {**costs, "layout": [dataclasses.asdict(share) for share in shares]}
+    print(json.dumps({**config.to_dict(), **found}, indent=2), flush=True)
+    console = wide_console(stderr=True)
+    console.print(_layout_table(shares))
+    console.print("\n".join(_layout_notes(config)), soft_wrap=True)
+
+
+def _layout_table(shares: Sequence[RankShare]) -> Any:
+    """What each rank would hold, a line for each stage."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for title in ("ranks", "stage", "sublayers", "layers", "parameters", "receives"):
+        table.add_column(title, justify="left" if title == "receives" else "right", no_wrap=title != "receives")
+    for share in shares:
+        for stage in share.stages:
+            numbers = (_span(share.ranks), str(stage.stage), _span(stage.sublayers), _span(stage.layers))
+            table.add_row(*numbers, f"{stage.parameters:,}", stage.receives)
+    return table
+
+
+def _layout_notes(config: RunConfig) -> Iterator[str]:
+    layout = config.parallel
+    staged = f", schedule {layout.settled_schedule}, cache {layout.cache}" if layout.stages > 1 else ""
+    yield f"{config.residual.label}, {layout.size} processes: {layout.mesh}{staged}"
+    if layout.stages > 1:
+        yield "receives: over the hop to the stage, in each pass; E is the embedding, b4 the block of sublayers up to 4"
+    if layout.is_sharded:
+        yield f"parameters: a part for each of {layout.data} data ranks (fsdp)"
+    if layout.tensor > 1:
+        yield f"tensor ranks: weights are divided by {layout.tensor}, and so are the tokens between sublayers"
+
+
+def _span(ends: tuple[int, int]) -> str:
+    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"
 
 
 @contextmanager

@@ -56,7 +56,8 @@ def _command(arguments: Sequence[str]) -> Any:
             resume: Go on with the run in OUT from its newest checkpoint, with that run's settings. More steps, and
                 how often it is evaluated and saved, may be asked for; what decides its numbers may not change.
             fallback: With --resume, skip checkpoints that are damaged.
-            dry_run: Print the resolved config with parameters, memory and FLOPs per token, and stop.
+            dry_run: Print the resolved config with parameters, memory and FLOPs per token,
+                on a mesh what each rank would hold as well, and stop.
         """
         del preset, residual_name
         config = RunConfig(residual=residual, model=model, data=data, optim=optim, train=train, parallel=parallel)

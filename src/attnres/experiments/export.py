@@ -5,8 +5,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from attnres.data.folders import publish_folder
-from attnres.data.tokenizer import end_of_text_id
 from attnres.errors import CheckpointError
+from attnres.experiments.models import end_of_text
 from attnres.experiments.trained import load_trained
 from attnres.interop.folder import check_absent
 
@@ -26,7 +26,8 @@ def export_run(folder: Path, destination: Path) -> Path:
     """
     check_absent(destination)
     trained = load_trained(folder)
-    end = trained.tokenizer.id_to_token(end_of_text_id(trained.tokenizer))
+    index = end_of_text(trained.tokenizer)
+    end = None if index is None else trained.tokenizer.id_to_token(index)
     words = PreTrainedTokenizerFast(tokenizer_object=trained.tokenizer, eos_token=end, pad_token=end)
     try:
         with publish_folder(destination, replace=False) as partial:

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from attnres.errors import CheckpointError, ConfigError
 from attnres.experiments.folders import kind_of
+from attnres.experiments.models import end_of_text
 from attnres.experiments.trained import load_trained
 from attnres.interop.folder import open_folder
 from attnres.interop.loading import BROKEN, first_sentence, load_model_and_tokenizer
@@ -44,11 +45,12 @@ def load_text_model(folder: Path) -> TextModel:
             pad_id=words.pad_token_id if words.pad_token_id is not None else words.eos_token_id or 0,
         )
     trained = load_trained(folder)
+    end = end_of_text(trained.tokenizer)
     return TextModel(
         model=trained.model,
         encode=lambda text: trained.tokenizer.encode(text).ids,
-        decode=lambda ids: trained.tokenizer.decode(ids, skip_special_tokens=True).removesuffix("<|endoftext|>"),
-        pad_id=0,
+        decode=lambda ids: trained.tokenizer.decode(_without_ends(ids, end), skip_special_tokens=True),
+        pad_id=end or 0,  # what follows the end of a text that is done before others
     )
 
 
@@ -102,6 +104,14 @@ def continue_prompts(
         ) from error
     longest = ids.shape[1]
     return [text_model.decode(output[longest - len(row) :].tolist()) for row, output in zip(rows, outputs, strict=True)]
+
+
+def _without_ends(ids: list[int], end: int | None) -> list[int]:
+    """Tokens up to the end of a text; an own tokenizer's end is not special, so it would be decoded."""
+    last = len(ids)
+    while last and ids[last - 1] == end:
+        last -= 1
+    return ids[:last]
 
 
 def _check(

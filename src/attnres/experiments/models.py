@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, KimiLinearConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from attnres.data import END_OF_TEXT_ID, Dataset, default_dataset, open_dataset
-from attnres.errors import ConfigError
+from attnres.data import Dataset, default_dataset, open_dataset
+from attnres.data.tokenizer import end_of_text_id
+from attnres.errors import ConfigError, DataError
 from attnres.experiments.pretrained import load_pretrained, weights_sha256
 from attnres.models import build, convert
 from attnres.models.given import config_of, read_settings, told_in_one_line
+from attnres.parallel.weights import allocate
 from attnres.train import DataConfig, ModelConfig, RunConfig
 
 
@@ -45,6 +48,13 @@ def build_model(config: RunConfig, *, weights: bool = True) -> Any:
         return convert(plain, config.residual)
 
 
+def unfilled_model(config: RunConfig) -> Any:
+    """The model of a run without values, for a process that is sent what it keeps; memory is taken when that comes."""
+    with torch.device("meta"):
+        model = build_model(config, weights=False)
+    return model if allocate(model) else build_model(config, weights=False)
+
+
 def hf_config(model: ModelConfig, data: DataConfig) -> PreTrainedConfig:
     """The Hugging Face config that a model config stands for.
 
@@ -68,10 +78,36 @@ def hf_config(model: ModelConfig, data: DataConfig) -> PreTrainedConfig:
         "initializer_range": model.initializer_range,
         "max_position_embeddings": max(data.context, 2048),
         "bos_token_id": None,
-        "eos_token_id": END_OF_TEXT_ID,
+        "eos_token_id": None,  # the tokenizer knows, see `record_end_of_text`
         "pad_token_id": None,
     }
     return {"llama": LlamaConfig, "qwen3": _qwen3, "kimi_linear": _kimi_linear}[model.family](**shape)
+
+
+def end_of_text(tokenizer: Tokenizer) -> int | None:
+    """Id of the end of text that stands behind each document, if the tokenizer has one."""
+    try:
+        return end_of_text_id(tokenizer)
+    except DataError:
+        return None
+
+
+def record_end_of_text(model: Any, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Let a model that learns from scratch say where its texts end: at its tokenizer's end of text, or nowhere.
+
+    A pretrained model has learned where; it stays as it is.
+
+    Args:
+        model: From `build_model`; its config and its settings of generation are changed.
+        config: What it was made from.
+        tokenizer: Of the text that it learns.
+    """
+    if config.pretrained is not None:
+        return
+    end = end_of_text(tokenizer)
+    model.config.eos_token_id = end
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.eos_token_id = end
 
 
 def open_data(data: DataConfig) -> Dataset:

@@ -7,7 +7,7 @@ import torch
 
 from attnres.analysis.probe import probe
 from attnres.errors import AttnResError, ConfigError
-from attnres.experiments.models import build_model, open_data, record_end_of_text, self_contained
+from attnres.experiments.models import build_model, open_data, record_end_of_text, self_contained, unfilled_model
 from attnres.models.convert import converted_base
 from attnres.parallel.mesh import Mesh
 from attnres.parallel.schedules import check_pipeline
@@ -55,8 +55,18 @@ def check_layout(config: RunConfig) -> None:
     Raises:
         ConfigError: They do not; the message has what would fit.
     """
+    config.parallel.check_processes()
+    check_fits(config)
+
+
+def check_fits(config: RunConfig) -> None:
+    """Raise unless the layers, the heads and the passes of a step fit the mesh of a run, whatever processes there are.
+
+    Raises:
+        ConfigError: They do not; the message has what would fit.
+        UnsupportedModelError: Tensor ranks cannot divide the model.
+    """
     layout = config.parallel
-    layout.check_processes()
     if layout.stages == layout.tensor == 1:
         return
     with torch.device("meta"):
@@ -118,7 +128,7 @@ def run(
     config = self_contained(config)
     display = PlainDisplay(folder.name, config.train.steps) if progress == "plain" else progress
     saved = resume and any(Checkpoints(folder / CHECKPOINTS).paths())
-    model = build_model(config, weights=not saved)
+    model = _model(config, mesh, weights=not saved)
     data = open_data(config.data) if mesh is None else mesh.first_then_others(lambda: open_data(config.data))
     record_end_of_text(model, config.model, data.tokenizer())
     trainer = Trainer(
@@ -131,4 +141,12 @@ def run(
         mesh=mesh,
         rebuild=lambda weights: build_model(config, weights=weights),
     )
+    del model  # on a mesh the trainer keeps this rank's part only
     return trainer.fit(resume=resume)
+
+
+def _model(config: RunConfig, mesh: Mesh | None, *, weights: bool) -> Any:
+    """The model; on a mesh, rank 0 alone gives it values."""
+    if mesh is None:
+        return build_model(config, weights=weights)
+    return mesh.first_or_others(lambda: build_model(config, weights=weights), lambda: unfilled_model(config))

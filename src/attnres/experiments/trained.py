@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from attnres.data import load_tokenizer
-from attnres.experiments.models import build_model, open_data
+from attnres.experiments.models import build_model, open_data, record_end_of_text
 from attnres.train import Evaluation, Evaluator, RunConfig, load_run_config, load_weights, resolve_device
 from attnres.train.forward import build_eval_loss
 from attnres.train.runtime import runtime
@@ -35,9 +35,9 @@ def load_trained(folder: Path) -> Trained:
     model = build_model(config, weights=False)
     checkpoint = load_weights(model, folder)
     model.to(resolve_device(config.train.device)).eval()
-    return Trained(
-        model=model, config=config, tokenizer=load_tokenizer(folder / "tokenizer.json"), checkpoint=checkpoint
-    )
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    record_end_of_text(model, config.model, tokenizer)
+    return Trained(model=model, config=config, tokenizer=tokenizer, checkpoint=checkpoint)
 
 
 def evaluate(trained: Trained, *, split: str = "valid", sequences: int | None = None) -> Evaluation:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attnres.data.sampler import validation_windows
 from attnres.data.shards import TokenShard
+from attnres.models.modes import evaluating
 from attnres.train.batch import read_windows
 from attnres.train.forward import Loss
 
@@ -53,7 +54,7 @@ class Evaluator:
     """Evaluates a model on evenly spread windows of a split.
 
     Args:
-        model: Put in evaluation mode for the time of an evaluation.
+        model: Put in evaluation mode for the time of an evaluation; each of its modules has its own mode back then.
         loss: How it is run.
         shard: The validation split.
         context: Tokens of a window.
@@ -90,13 +91,8 @@ class Evaluator:
 
     def __call__(self) -> Evaluation:
         """Mean loss over all windows."""
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                total = sum(self._loss_of(starts) for starts in self._batches_of_starts())
-        finally:
-            self._model.train(was_training)
+        with evaluating(self._model), torch.no_grad():
+            total = sum(self._loss_of(starts) for starts in self._batches_of_starts())
         loss = self._share.total(total) / len(self.starts)
         return Evaluation(loss, loss / (math.log(2) * self._shard.bytes_per_token))
 

@@ -54,7 +54,7 @@ def create_run_folder(folder: Path, config: RunConfig, tokenizer: Path | None) -
     try:
         with publish_folder(folder, replace=False) as partial:
             (partial / CONFIG).write_text(to_json(config.to_dict()), encoding="utf-8")
-            (partial / ENVIRONMENT).write_text(to_json(describe_environment(config.train)), encoding="utf-8")
+            (partial / ENVIRONMENT).write_text(to_json(describe_environment(config)), encoding="utf-8")
             if tokenizer is not None:
                 shutil.copyfile(tokenizer, partial / TOKENIZER)
             for file in partial.iterdir():

@@ -6,6 +6,7 @@ from typing import Any, Protocol, final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 PLAIN_SECONDS = 10.0
 """Least time between two plain lines."""
@@ -60,7 +61,7 @@ class RichDisplay:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(steps)) + 1)),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             console=console,
@@ -118,7 +119,7 @@ class PlainDisplay:
 
 
 class Numbers:
-    """The latest numbers of a run, as one short text."""
+    """The latest numbers of a run, as one short text; a validation loss of an earlier step has that step with it."""
 
     def __init__(self) -> None:
         self._train: dict[str, Any] = {}
@@ -136,7 +137,9 @@ class Numbers:
         if self._train:
             parts.append(f"loss {self._train['loss']:.3f}")
         if self._valid:
-            parts.append(f"valid {self._valid['loss']:.3f}")
+            step = self._valid["step"]
+            is_older = bool(self._train) and self._train["step"] != step
+            parts.append(f"valid {self._valid['loss']:.3f}" + (f" (step {step})" if is_older else ""))
         if self._train:
             parts.append(f"{self._train['tokens_per_second']:,.0f} tokens/s")
         return " ".join(parts)

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from attnres.errors import ConfigError
 from attnres.parallel.plan import Cache
+from attnres.parallel.planning.divisions import check_tensor_ranks
 from attnres.parallel.planning.models import as_stated, known_model, read_config
 from attnres.parallel.planning.orders import Order, schedule_order
 from attnres.parallel.planning.request import PlanRequest
@@ -59,6 +61,7 @@ def plan_run(request: PlanRequest) -> Planned:
     name, shape, usual = _model(request)
     strategy = (request.residual or usual).with_read_scale("mean")
     size = _size(name, shape, strategy, request)
+    _check_tensor(size, strategy, request.tensor)
     kind = check_pipeline(
         size.num_sublayers,
         ranks=request.pipeline,
@@ -76,6 +79,15 @@ def plan_run(request: PlanRequest) -> Planned:
     }
     base = make_arm("PreNorm", PreNorm(), "all", as_prenorm(size), order, kind.placement, request)
     return Planned(request=request, strategy=strategy, size=size, schedule=kind.name, order=order, base=base, arms=arms)
+
+
+def _check_tensor(size: ModelSize, strategy: Strategy, ranks: int) -> None:
+    check_tensor_ranks(size.widths, ranks)
+    if ranks > 1 and strategy.crosses_tokens:
+        raise ConfigError(
+            f"tensor is {ranks} and {strategy.label} looks at other tokens, which other tensor ranks have; allowed: 1, "
+            "or a strategy whose state is per token"
+        )
 
 
 def _model(request: PlanRequest) -> tuple[str, Any, Strategy]:

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from attnres.errors import ConfigError
 from attnres.models import build
 from attnres.models.given import told_in_one_line
 from attnres.models.install import family_of_converted
+from attnres.parallel.planning.divisions import Width, attention_kind, tensor_widths
 from attnres.parallel.planning.models import StatedSizes
 from attnres.residual import Strategy
 
@@ -75,6 +75,8 @@ class ModelSize:
     """Those of them that multiply a token, as a variant's projected queries do."""
     residual_per_site: tuple[float, ...]
     """The same by site: each sublayer's, then the output's."""
+    widths: tuple[Width, ...] = ()
+    """What tensor ranks have to divide; none if unknown."""
     notes: tuple[str, ...] = ()
     """What is not public and was not guessed."""
 
@@ -151,6 +153,7 @@ def built_size(name: str, config: PreTrainedConfig, strategy: Strategy, context:
         residual=sum(sites),
         residual_matrices=sum(p.numel() for p in base.residual.parameters() if _is_matrix(p)),
         residual_per_site=tuple(float(size) for size in sites),
+        widths=tensor_widths(base, family),
     )
 
 
@@ -225,26 +228,9 @@ def _kept(main: nn.Module, chosen: int, dim: int) -> float:
     return 2.0 * dim + outputs + sum(chosen * stack.shape[1] for stack in stacks)
 
 
-def _kind(config: Any, layer: int) -> str:
-    """What kind of attention a layer has.
-
-    Raises:
-        ConfigError: One whose operations are not counted here.
-    """
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    is_kda = kinds[layer] == "linear_attention" and hasattr(config, "linear_head_dim")
-    if is_kda or kinds[layer] in ("full_attention", "sliding_attention"):
-        return kinds[layer]
-    raise ConfigError(
-        f"layer {layer} has the attention {kinds[layer]!r}; allowed: full and sliding attention, Kimi Delta Attention"
-    )
-
-
 def _mixing(config: Any, layer: int, context: int) -> float:
     """Operations of attention itself, per token; see the formulas in the report."""
-    kind = _kind(config, layer)
+    kind = attention_kind(config, layer)
     if kind == "linear_attention":
         width = config.linear_head_dim
         return config.linear_num_heads * (6.0 * width**2 + 3.0 * CHUNK * width + CHUNK**2)
@@ -254,7 +240,7 @@ def _mixing(config: Any, layer: int, context: int) -> float:
 
 def _cache(config: Any, layer: int) -> tuple[float, int]:
     """Numbers per token in a cache, and their parts; a recurrent state does not grow with the tokens."""
-    if _kind(config, layer) == "linear_attention":
+    if attention_kind(config, layer) == "linear_attention":
         return 0.0, 1
     if getattr(config, "kv_lora_rank", None):
         return float(config.kv_lora_rank + config.qk_rope_head_dim), 1

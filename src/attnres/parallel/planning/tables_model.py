@@ -16,6 +16,9 @@ from attnres.residual.history import HistoryStrategy
 
 TARGET = 0.04
 """The paper's bound on the overhead of a pipelined training step (section 4.1)."""
+NO_FSDP_BESIDE_TENSOR = (
+    "Tensor ranks and FSDP together are planned here; this project runs tensor ranks with whole weights (ddp)."
+)
 
 
 def summary_table(planned: Planned) -> Table:
@@ -37,7 +40,9 @@ def summary_table(planned: Planned) -> Table:
             "what the paper states for a pipeline, section 4.1",
         ),
     ]
-    return quantities("summary", "Plan", [*rows, _fits(planned)], *planned.size.notes, *_not_built(request))
+    return quantities(
+        "summary", "Plan", [*rows, _fits(planned)], *planned.size.notes, *_not_built(request), *_repeated(planned)
+    )
 
 
 def _fits(planned: Planned) -> Quantity:
@@ -52,10 +57,23 @@ def _fits(planned: Planned) -> Quantity:
 
 
 def _not_built(request: PlanRequest) -> tuple[str, ...]:
-    """What this project cannot run yet of what is planned."""
-    if request.tensor > 1 and request.pipeline > 1:
-        return ("Tensor and pipeline ranks together are planned here; this project does not run them together yet.",)
+    """What this project does not run of what is planned."""
+    if request.tensor > 1 and request.data > 1 and request.sharding == "fsdp":
+        return (
+            "Tensor ranks and FSDP together are planned here; this project runs tensor ranks with whole weights (ddp).",
+        )
     return ()
+
+
+def _repeated(planned: Planned) -> tuple[str, ...]:
+    """Which heads several tensor ranks have at once."""
+    ranks = planned.request.tensor
+    return tuple(
+        f"{width} and tensor is {ranks}: {ranks // width.size} ranks each have the same head, whose weights are "
+        "counted once here; this project does not run that."
+        for width in planned.size.widths
+        if width.repeats(ranks)
+    )
 
 
 def parameters_table(planned: Planned) -> Table:
