@@ -131,7 +131,7 @@ def test_every_benchmark_runs_small_and_writes_its_file(name, tmp_path, capsys):
     main(["bench", name, "--quick", "--csv", str(csv), *more])
     once = capsys.readouterr()
     assert "torch" in once.out
-    assert once.err.count("\n") > 2  # signs of life
+    assert once.err.count("\n") >= 2  # signs of life
     lines = csv.read_text().splitlines()
     assert len(lines) > 5
     assert figure.exists() == bool(more)

@@ -5,6 +5,8 @@ inputs) and the result is rounded once, to a dtype that is either common to all 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,14 @@ from attnres.errors import ShapeError
 def working_dtype(sources: Sequence[Tensor]) -> torch.dtype:
     """The dtype of scores, softmax and mix: float64 when any source is float64, else float32."""
     return torch.float64 if any(source.dtype == torch.float64 for source in sources) else torch.float32
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Context in which operations on the device of a tensor keep the dtypes that they are given.
+
+    The meta device has no autocast, so there is nothing to switch off.
+    """
+    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 
 def result_dtype(sources: Sequence[Tensor], declared: torch.dtype | None) -> torch.dtype:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnres.ops.precision import working_dtype
+from attnres.ops.precision import without_autocast, working_dtype
 
 
 def stack(sources: Sequence[Tensor]) -> Tensor:
@@ -29,7 +29,7 @@ def inverse_rms(stacked: Tensor, eps: float) -> Tensor:
 def dot(stacked: Tensor, query: Tensor) -> Tensor:
     """``<query, v_i>`` of each source: ``[*batch, sources]``. One query ``[dim]``, or one a token ``[*batch, dim]``."""
     query = query.to(stacked.dtype)
-    with torch.autocast(stacked.device.type, enabled=False):
+    with without_autocast(stacked):
         if query.dim() == 1:
             return stacked @ query
         return (stacked @ query[..., None]).squeeze(-1)
@@ -57,7 +57,7 @@ def mix(stacked: Tensor, weights: Tensor) -> Tensor:
         rows = weights[..., 0].expand(
             *stacked.shape[:-2], -1, -1
         )  # one path of matmul, whether gradients are wanted or not
-        with torch.autocast(stacked.device.type, enabled=False):
+        with without_autocast(stacked):
             mixed = rows @ stacked
     elif channels == dim:
         mixed = (weights * stacked[..., None, :, :]).sum(-2)

@@ -17,7 +17,7 @@ class _Norm(nn.Module):
 
 
 def bare_residual(strategy: Strategy, num_sublayers: int, dim: int) -> Residual:
-    """The residual path of a model of a depth and width, on the CPU, in evaluation mode.
+    """The residual path of a model of a depth and width, on the default device, in evaluation mode.
 
     Raises:
         ConfigError: The strategy does not fit depth or width.

@@ -14,10 +14,12 @@ def draw_normal(parameter: Tensor, *, std: float, place: int) -> None:
     draws the same base weights and the same data with and without them.
 
     Args:
-        parameter: What to fill, in place.
+        parameter: What to fill, in place; on the meta device there is nothing to fill.
         std: Standard deviation.
         place: A number that no other parameter of the model has.
     """
+    if parameter.is_meta:
+        return
     generator = torch.Generator("cpu").manual_seed((torch.initial_seed() * _STRIDE + place) % 2**63)
     values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu")
     with torch.no_grad():

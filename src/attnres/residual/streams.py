@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnres.ops.precision import without_autocast
 from attnres.residual.schedule import Source
 from attnres.residual.site import Site
 from attnres.residual.state import RunningSum, Streams
@@ -105,7 +106,7 @@ class MultiStream(Strategy):
         """``pre^T X``."""
         streams = state.hidden
         wide = streams.to(_wide(streams))
-        with torch.autocast(streams.device.type, enabled=False):
+        with without_autocast(streams):
             mixed = (self.pre(streams, site).to(wide.dtype)[..., None, :] @ wide).squeeze(-2)
         return mixed.to(streams.dtype)
 
@@ -113,7 +114,7 @@ class MultiStream(Strategy):
         """``res X + post v^T``."""
         streams = state.hidden
         wide = streams.to(_wide(streams))
-        with torch.autocast(streams.device.type, enabled=False):
+        with without_autocast(streams):
             res, post = self.res_post(streams, site, output)
             kept = res.to(wide.dtype) @ wide
             added = post.to(wide.dtype)[..., None] * output.to(wide.dtype)[..., None, :]

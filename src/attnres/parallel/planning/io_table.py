@@ -8,11 +8,16 @@ each tensor once, and adds what the paper leaves to the reader: the backward pas
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from attnres.residual import DepthAttentionStrategy, PreNorm, Strategy, reads
 from attnres.residual.costs import costs
 from attnres.residual.history import HistoryStrategy
+
+_NARROWEST = 256
+"""From here on a matrix of the width is drawn in no time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +98,31 @@ class SiteTraffic:
     """In the backward pass, without a second forward pass."""
 
 
+class Floor(NamedTuple):
+    """What a strategy holds and moves at least, in tensors of D numbers per token (see `attnres.residual.costs`)."""
+
+    state: float
+    """The most that the state holds between two sublayers."""
+    moved: float
+    """Per sublayer, mean over the depth."""
+
+
+@cache
+def floor(strategy: Strategy, num_sublayers: int, dim: int) -> Floor:
+    """Count by running a strategy on one token, at a width that may be smaller.
+
+    Counts in tensors are the same but for a few numbers per token that are no vectors, and some strategies learn
+    matrices of the width, which take minutes to draw.
+
+    Raises:
+        ConfigError: The strategy does not fit depth or width.
+    """
+    while dim % 2 == 0 and dim > _NARROWEST:
+        dim //= 2
+    counted = costs(strategy, num_sublayers, dim)
+    return Floor(state=counted.state, moved=counted.moved)
+
+
 def traffic(strategy: Strategy, num_sublayers: int, dim: int, *, element_bytes: int) -> tuple[SiteTraffic, ...]:
     """What each sublayer's site moves, and last what the output read does.
 
@@ -113,7 +143,7 @@ def traffic(strategy: Strategy, num_sublayers: int, dim: int, *, element_bytes: 
         return (*(SiteTraffic(forward=3.0, backward=3.0),) * num_sublayers, SiteTraffic(forward=0.0, backward=0.0))
     if isinstance(strategy, DepthAttentionStrategy):
         return _depth_attention_traffic(strategy, num_sublayers, ratio=max(4, element_bytes) / element_bytes)
-    moved = costs(strategy, num_sublayers, dim).moved * num_sublayers / (num_sublayers + 1)
+    moved = floor(strategy, num_sublayers, dim).moved * num_sublayers / (num_sublayers + 1)
     return (SiteTraffic(forward=moved, backward=2 * moved),) * (num_sublayers + 1)
 
 

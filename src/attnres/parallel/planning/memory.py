@@ -15,11 +15,11 @@ from functools import partial
 from attnres.parallel.bank import bank_bytes, held_sources
 from attnres.parallel.plan import PipelinePlan
 from attnres.parallel.planning.communication import new_numbers
+from attnres.parallel.planning.io_table import floor
 from attnres.parallel.planning.orders import Action, Order
 from attnres.parallel.planning.request import PlanRequest
 from attnres.parallel.planning.sizes import ModelSize
 from attnres.residual import Strategy
-from attnres.residual.costs import costs
 from attnres.residual.history import HistoryStrategy
 
 FLOAT = 4
@@ -268,7 +268,7 @@ def prefill_memory(size: ModelSize, plan: PipelinePlan, strategy: Strategy, requ
 def _prefill_sources(strategy: Strategy, num_sublayers: int, dim: int) -> tuple[int, int]:
     """Blocks of the model, and the most tensors that a state holds."""
     if not isinstance(strategy, HistoryStrategy):
-        return 0, math.ceil(costs(strategy, num_sublayers, dim).state)
+        return 0, math.ceil(floor(strategy, num_sublayers, dim).state)
     sites = [held_sources(strategy, num_sublayers, site) for site in range(num_sublayers + 1)]
     return sites[-1].blocks, max(site.tensors for site in sites)
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from attnres.errors import ConfigError
 from attnres.parallel.plan import Cache
 from attnres.parallel.planning.divisions import check_tensor_ranks
@@ -104,5 +106,6 @@ def _size(name: str, shape: Any, strategy: Strategy, request: PlanRequest) -> Mo
     stated = as_stated(shape)
     if stated is None:
         return built_size(name, shape, strategy, request.context)
-    residual = bare_residual(strategy, stated.num_sublayers, stated.dim)
+    with torch.device("meta"):
+        residual = bare_residual(strategy, stated.num_sublayers, stated.dim)
     return stated_size(name, stated, [sum(p.numel() for p in site.parameters()) for site in residual.sites])

@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 from attnres.parallel.planning.hardware import accelerator
-from attnres.parallel.planning.io_table import depth_attention_flops, exact_mean, paper_table, traffic
+from attnres.parallel.planning.io_table import depth_attention_flops, exact_mean, floor, paper_table, traffic
 from attnres.parallel.planning.memory import training_memory
 from attnres.parallel.planning.models import known_model
 from attnres.parallel.planning.planned import Planned
@@ -11,7 +11,6 @@ from attnres.parallel.planning.request import PlanRequest
 from attnres.parallel.planning.sizes import CHUNK
 from attnres.parallel.planning.table import Column, Quantity, Table, quantities
 from attnres.residual import PreNorm, Strategy
-from attnres.residual.costs import costs
 from attnres.residual.history import HistoryStrategy
 
 TARGET = 0.04
@@ -170,7 +169,7 @@ def traffic_table(planned: Planned) -> Table:
     element, depth, dim = planned.request.element_bytes, planned.size.num_sublayers, planned.size.dim
     rows = []
     for strategy in (PreNorm(), planned.strategy):
-        counted = costs(strategy, depth, dim)
+        counted = floor(strategy, depth, dim)
         forward, backward = exact_mean(traffic(strategy, depth, dim, element_bytes=element))
         moved = (forward + backward) * dim * element * depth
         rows.append((strategy.label, counted.moved, forward, backward, counted.state, moved))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnres.ops.precision import without_autocast
 from attnres.residual.site import Site
 from attnres.residual.streams import MultiStream
 
@@ -129,5 +130,5 @@ def project(streams: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight`` times the streams ``[*batch, m, dim]`` of a token, normalised together, in float32."""
     flat = streams.to(torch.promote_types(streams.dtype, torch.float32)).flatten(-2)
     normed = F.rms_norm(flat, flat.shape[-1:], eps=eps)
-    with torch.autocast(streams.device.type, enabled=False):
+    with without_autocast(streams):
         return normed @ weight.to(flat.dtype).mT

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnres.errors import ConfigError
+from attnres.ops.precision import without_autocast
 from attnres.residual.rivals.ddl_site import DeltaSite, ReadSite
 from attnres.residual.site import Site
 from attnres.residual.streams import MultiStream
@@ -102,7 +103,7 @@ class DeepDeltaLearning(MultiStream):
         assert isinstance(site, DeltaSite)
         wide = streams.to(torch.promote_types(streams.dtype, torch.float32))
         output = output.to(wide.dtype)
-        with torch.autocast(wide.device.type, enabled=False):
+        with without_autocast(wide):
             read = (self.pre(streams, site)[..., None, :] @ wide).squeeze(-2)
             inverse = torch.rsqrt(output.square().sum(-1, keepdim=True) + KEY_EPS**2)
             held = (wide @ output[..., None]).squeeze(-1) * inverse

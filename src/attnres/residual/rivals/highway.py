@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.errors import ConfigError
+from attnres.ops.precision import without_autocast
 from attnres.residual.site import Site
 from attnres.residual.streams import Gain, SingleStream
 
@@ -33,7 +34,7 @@ class HighwaySite(Site):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the gate, ``[*batch, gates]``, in float32 (float64 for float64 streams)."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden):
             normed = F.rms_norm(hidden.to(wide), hidden.shape[-1:], eps=self.eps)
             return F.linear(normed, self.gate_weight.to(wide), self.gate_bias.to(wide))
 

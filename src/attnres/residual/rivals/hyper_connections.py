@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.errors import ConfigError
+from attnres.ops.precision import without_autocast
 from attnres.residual.site import Site
 from attnres.residual.streams import MultiStream
 
@@ -126,6 +127,6 @@ class HyperConnections(MultiStream):
         """``tanh(norm(H) W)`` for some rows of the weight, ``[*batch, m, rows]``, in float32."""
         wide = streams.to(torch.promote_types(streams.dtype, torch.float32))
         normed = F.rms_norm(wide, wide.shape[-1:], eps=site.eps)
-        with torch.autocast(streams.device.type, enabled=False):
+        with without_autocast(streams):
             raw = normed @ site.map_weight[rows].to(wide.dtype).mT
         return raw.tanh() if self.tanh else raw

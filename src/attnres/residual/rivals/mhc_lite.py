@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnres.errors import ConfigError
+from attnres.ops.precision import without_autocast
 from attnres.residual.rivals.constrained import UNLIKELY, ConstrainedStreams
 
 MOST_STREAMS = 6
@@ -52,5 +53,5 @@ class MHCLite(ConstrainedStreams):
         """The average of the permutation matrices with the softmax of the logits as weights."""
         identity = torch.eye(self.streams, device=logits.device, dtype=logits.dtype)
         places = torch.tensor(list(permutations(range(self.streams))), device=logits.device)
-        with torch.autocast(logits.device.type, enabled=False):
+        with without_autocast(logits):
             return (logits.softmax(-1) @ identity[places].flatten(1)).unflatten(-1, (self.streams, self.streams))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnres.errors import ConfigError
+from attnres.ops.precision import without_autocast
 from attnres.residual.rivals.mrla_site import LayerAttentionSite, Retrieved, head_scores, spread
 from attnres.residual.schedule import Source
 from attnres.residual.site import Site
@@ -127,7 +128,7 @@ class LayerAttention(Strategy):
     def _attention(self, state: Retrieved, site: LayerAttentionSite, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The output's key, and in ``o`` the weights ``[*batch, held, dim]`` and ``[*batch, dim]``, in float32."""
         output = output.to(torch.promote_types(output.dtype, torch.float32))
-        with torch.autocast(output.device.type, enabled=False):
+        with without_autocast(output):
             query, key = site.filtered(output, site.query_kernel), site.filtered(output, site.key_kernel)
         keys = [earlier.to(output.dtype) for earlier in state.keys]
         scores = torch.stack([head_scores(self.heads, query, other) for other in (*keys, key)], dim=-2)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnres.errors import ConfigError
+from attnres.ops.precision import without_autocast
 from attnres.ops.stacked import mix, stack
 from attnres.residual.rivals.mudd_site import DenseSite, LayerOutputs
 from attnres.residual.schedule import Source
@@ -131,7 +132,7 @@ class MUDDFormer(Strategy):
         newest = state.finished[-1]
         wide = newest.to(torch.promote_types(newest.dtype, torch.float32))
         normed = F.rms_norm(wide, wide.shape[-1:], eps=site.eps)
-        with torch.autocast(wide.device.type, enabled=False):
+        with without_autocast(wide):
             hidden = F.gelu(normed @ site.in_weight.to(wide.dtype).mT)
             varied = hidden @ site.out_weight.to(wide.dtype).mT
         return varied.unflatten(-1, (site.streams, -1)) + site.static_weight.to(wide.dtype)

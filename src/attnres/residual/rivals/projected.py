@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.errors import ConfigError
+from attnres.ops.precision import without_autocast
 from attnres.residual.drawing import draw_normal
 from attnres.residual.site import Site
 from attnres.residual.state import RunningSum
@@ -94,7 +95,7 @@ class ProjectedResidual(SingleStream):
         wide = torch.promote_types(output.dtype, torch.float32)
         grouped = [value.to(wide).unflatten(-1, (self.channel_groups, -1)) for value in (state.hidden, output)]
         stream, written = (value.transpose(-2, -3) for value in grouped)  # [*batch, groups, positions, width]
-        with torch.autocast(output.device.type, enabled=False):
+        with without_autocast(output):
             query = stream @ site.query_weight.to(wide)
             key = written @ site.key_weight.to(wide)
             value = written @ site.value_weight.to(wide)

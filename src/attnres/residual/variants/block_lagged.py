@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnres.errors import ConfigError
 from attnres.ops import PartialSoftmax
-from attnres.ops.precision import result_dtype
+from attnres.ops.precision import result_dtype, without_autocast
 from attnres.ops.stacked import inverse_rms, scores, stack
 from attnres.residual.history import AttnResVariant
 from attnres.residual.site import DepthSite, Site
@@ -119,7 +119,7 @@ def phase_1(stacked: Tensor, upcoming: Sequence[Site]) -> Ahead:
     up = torch.stack([site.query_up.to(wide) for site in sites])
     pseudo_queries = torch.stack([site.pseudo_query.to(wide) for site in sites])
     key_weights = torch.stack([site.key_weight.to(wide) for site in sites])
-    with torch.autocast(stacked.device.type, enabled=False):
+    with without_autocast(stacked):
         low = (normed @ down.mT).unflatten(-1, (count, -1))
         queries = (pseudo_queries + (low[..., None, :] @ up.mT).squeeze(-2)) * key_weights
         raw = queries @ stacked.mT * inverse[..., None, :]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnres.errors import ConfigError
-from attnres.ops.precision import result_dtype
+from attnres.ops.precision import result_dtype, without_autocast
 from attnres.ops.stacked import mix, scores, stack
 from attnres.residual.history import AttnResVariant
 from attnres.residual.rivals.mhc import sinkhorn
@@ -86,7 +86,7 @@ class BlockMHC(AttnResVariant):
     def write(self, state: History, site: Site, output: Tensor) -> History:
         """``res X + post v^T``; at the end of a block the sum of the streams."""
         res, post = self._res_post(state, site, output)
-        with torch.autocast(output.device.type, enabled=False):
+        with without_autocast(output):
             streams = post[..., None] * output.to(post.dtype)[..., None, :]
             if res is not None:
                 streams = res @ state.extra[0].to(res.dtype) + streams
@@ -120,7 +120,7 @@ class BlockMHC(AttnResVariant):
         if not state.extra:
             return stacked
         streams = state.extra[0].to(stacked.dtype)
-        with torch.autocast(streams.device.type, enabled=False):
+        with without_autocast(streams):
             running = self._pre(state, site).to(stacked.dtype)[..., None, :] @ streams
         return torch.cat([stacked, running], -2)
 

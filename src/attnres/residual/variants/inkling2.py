@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import ConfigError
+from attnres.ops.precision import without_autocast
 from attnres.ops.stacked import inverse_rms
 from attnres.residual.history import AttnResVariant
 from attnres.residual.site import Site
@@ -80,6 +81,6 @@ class Inkling2(AttnResVariant):
         if not isinstance(site, QueriesSite):
             return stacked.new_ones(1, 1, 1)
         inverse = inverse_rms(stacked, site.eps)[..., None, :]
-        with torch.autocast(stacked.device.type, enabled=False):
+        with without_autocast(stacked):
             raw = site.pseudo_query.to(stacked.dtype) @ stacked.mT * inverse
         return ((raw * stacked.shape[-1] ** -0.5).softmax(-1) * inverse)[..., None]

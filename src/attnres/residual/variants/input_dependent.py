@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import ConfigError
+from attnres.ops.precision import without_autocast
 from attnres.ops.stacked import inverse_rms, scores
 from attnres.residual.history import AttnResVariant
 from attnres.residual.site import Site
@@ -74,7 +75,7 @@ class InputDependentQuery(AttnResVariant):
         hidden = stacked[..., -1, :] if state.last_read is None else state.last_read.to(stacked.dtype)
         if self.norm_query:
             hidden = hidden * inverse_rms(hidden, site.eps)[..., None]
-        with torch.autocast(stacked.device.type, enabled=False):
+        with without_autocast(stacked):
             query = hidden @ site.query_weight.to(stacked.dtype).mT * site.key_weight.to(stacked.dtype)
         return scores(stacked, query, site.eps).softmax(-1)[..., None, :, None]
 

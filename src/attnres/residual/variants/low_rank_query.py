@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import ConfigError
+from attnres.ops.precision import without_autocast
 from attnres.ops.stacked import inverse_rms, scores
 from attnres.residual.history import AttnResVariant
 from attnres.residual.site import DepthSite, Site
@@ -47,7 +48,7 @@ class LowRankQuerySite(DepthSite):
         """``(w + B A norm(hidden)) g`` for each token, in the dtype of ``hidden``."""
         wide = hidden.dtype
         normed = hidden * inverse_rms(hidden, self.eps)[..., None]
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden):
             low = normed @ self.query_down.to(wide).mT
             query = self.pseudo_query.to(wide) + low @ self.query_up.to(wide).mT
         return query * self.key_weight.to(wide)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attnres.errors import ConfigError
+from attnres.ops.precision import without_autocast
 from attnres.ops.stacked import inverse_rms
 from attnres.residual.history import AttnResVariant
 from attnres.residual.site import DepthSite, Site
@@ -60,7 +61,7 @@ class MultiHeadAttnRes(AttnResVariant):
         del state
         assert isinstance(site, DepthSite)
         query = site.folded(stacked.dtype).unflatten(-1, (self.heads, -1))
-        with torch.autocast(stacked.device.type, enabled=False):
+        with without_autocast(stacked):
             raw = stacked @ torch.block_diag(*query[:, :, None])
         if self.norm_per_head:
             inverse = inverse_rms(stacked.unflatten(-1, (self.heads, -1)), site.eps)
