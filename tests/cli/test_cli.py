@@ -124,6 +124,18 @@ def test_one_process_is_one_with_and_without_torchrun(environment, monkeypatch, 
     assert capsys.readouterr().out
 
 
+def test_every_arm_has_to_fit_the_mesh_before_one_is_trained(options, tmp_path, monkeypatch, capsys):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    error = fails(
+        ["compare", "--out", tmp_path / "x", "--arms", "prenorm", "projected", *options, "--parallel.tensor", "2",
+         "--model.num-key-value-heads", "2", "--model.num-attention-heads", "2"],
+        capsys,
+    )  # fmt: skip
+    assert "parallel.tensor=2 does not fit: projected" in error
+    assert not (tmp_path / "x").exists()
+
+
 @pytest.mark.parametrize("name", ["op", "phases", "overhead", "memory", "inference", "pipeline"])
 def test_every_benchmark_runs_small_and_writes_its_file(name, tmp_path, capsys):
     csv, figure = tmp_path / f"{name}.csv", tmp_path / "depth.svg"

@@ -55,7 +55,8 @@ def test_a_lost_rank_is_named_within_the_time_out(processes, how):
     messages = caught.value.results
     assert messages.keys() == {0, 2}
     for rank, message in messages.items():
-        expected = rf"RankFailure: rank {rank} stopped in a pipeline step: lost contact with rank 1 \(.+\) \[(\d+) s\]"
+        who = "rank 1, whose process has ended" if how == "killed" else "rank 1"
+        expected = rf"RankFailure: rank {rank} stopped in a pipeline step: lost contact with {who} \(.+\) \[(\d+) s\]"
         found = re.fullmatch(expected, message)
         assert found, message
         assert "\n" not in message

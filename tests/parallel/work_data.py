@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 from transformers import KimiLinearConfig, LlamaConfig, Qwen3MoeConfig
 
 from attnres.models import build
@@ -155,8 +156,15 @@ def compare_with_one_process(
     return found
 
 
+def forget_groups() -> None:
+    """Make DTensor forget the groups of an earlier call of the pool, which it would take for those of this one."""
+    _clear_python_sharding_prop_cache()
+    _clear_fast_path_sharding_prop_cache()
+
+
 def several(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
     """One call of the pool for many cases."""
+    forget_groups()
     with quiet_dynamo():
         return [compare_with_one_process(**case) for case in cases]
 

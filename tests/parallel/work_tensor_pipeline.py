@@ -1,6 +1,8 @@
 """What the tests of tensor and pipeline ranks together run: a divided and cut model against the same one whole."""
 
 import copy
+import os
+import signal
 from typing import Any
 
 import torch
@@ -11,15 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from attnres.errors import AttnResError
 from attnres.models import build
 from attnres.parallel.bank import own_tokens
+from attnres.parallel.config import ParallelConfig
 from attnres.parallel.ledger import Transfer
+from attnres.parallel.mesh import Mesh
 from attnres.parallel.pipeline import Pipeline
 from attnres.parallel.planning.communication import predicted_bytes
 from attnres.parallel.tensor import TensorParallel, parallelize
 from attnres.residual import BlockAttnRes
 from models.small import ALL_CONFIGS
+from parallel.work_pipeline import told
 from parallel.work_sequence import draw, full, norm_exactly
 
 BLOCK = BlockAttnRes(sublayers_per_block=3)
@@ -30,6 +34,11 @@ def mesh_of(pipeline: int = 2) -> DeviceMesh:
     """Pipeline x tensor."""
     shape = (pipeline, dist.get_world_size() // pipeline)
     return init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "tensor"))
+
+
+def short_mesh() -> DeviceMesh:
+    """The same in whose groups a rank waits for 8 seconds."""
+    return Mesh(ParallelConfig(pipeline=2, tensor=2, timeout=8), device="cpu").devices
 
 
 def whole_model(strategy: Any = BLOCK, family: str = "llama", checkpointing: str | None = None, **changes: Any) -> Any:
@@ -43,10 +52,15 @@ def whole_model(strategy: Any = BLOCK, family: str = "llama", checkpointing: str
 
 
 def cut(
-    whole: Any, microbatches: int = 4, pipeline: int = 2, logits: Any = "all", **options: Any
+    whole: Any,
+    microbatches: int = 4,
+    pipeline: int = 2,
+    logits: Any = "all",
+    mesh: DeviceMesh | None = None,
+    **options: Any,
 ) -> tuple[Pipeline, TensorParallel]:
     """A copy of a model on all ranks."""
-    mesh = mesh_of(pipeline)
+    mesh = mesh_of(pipeline) if mesh is None else mesh
     divided = copy.deepcopy(whole)
     norm_exactly(divided)
     handle = parallelize(divided, mesh["tensor"], logits=logits)
@@ -167,17 +181,96 @@ def misuse() -> dict[str, str]:
         "other micro-batches": lambda: cut(whole_model(), microbatches=4 if tensor_rank else 2),
         "other shape": lambda: cut(whole_model())[0].step(batches(tokens=6 + (rank == 3)), cross_entropy),
         "fsdp around stages": lambda: cut(whole_model(), wrap=lambda part: fully_shard(part, mesh=_alone())),
+        "other schedule": lambda: cut(whole_model(), schedule="nonsense" if rank == 3 else "1f1b"),
+        "other width": lambda: parallelize(whole_model(intermediate_size=48 if rank == 1 else 64), mesh["tensor"]),
+        "divides on one only": lambda: parallelize(
+            whole_model(intermediate_size=45 if rank == 2 else 64), mesh["tensor"]
+        ),
         "one rank has too few": lambda: cut(whole_model())[0].step(batches(3 + (rank != 2)), cross_entropy),
     }
     said = {}
     for name, call in calls.items():
-        try:
-            call()
-            said[name] = ""
-        except AttnResError as error:
-            said[name] = f"{type(error).__name__}: {error}"
+        said[name] = told(call)
         dist.barrier()
     return said
+
+
+def twice() -> list[str]:
+    """Errors of a second pipeline of one model, and of the model by itself beside a pipeline."""
+    mesh = mesh_of()
+    model = whole_model()
+    parallelize(model, mesh["tensor"])
+    Pipeline(model, group=mesh.get_group("pipeline"), microbatches=4)
+    calls = [
+        lambda: Pipeline(model, group=mesh.get_group("pipeline"), microbatches=4, cuts=(2,)),
+        lambda: model(input_ids=batches()[0][0]),
+    ]
+    return [told(call) for call in calls]
+
+
+def lost(how: str, at: int) -> str:
+    """What a step says when one rank is killed before it, or fails in its loss and ends."""
+    pipeline, _ = cut(whole_model(), mesh=short_mesh())  # ranks that have said so live on, where a program would end
+    pipeline.step(batches(), cross_entropy)
+    here = dist.get_rank() == at
+    if here and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if here:
+            raise ValueError("no such token at all")
+        return cross_entropy(logits, targets)
+
+    said = told(lambda: pipeline.step(batches(), loss))
+    if here:
+        os._exit(1)
+    return said
+
+
+def drop(tokens: int) -> tuple[str, list[torch.Tensor]]:
+    """What training steps with dropout say, and this rank's embedding after them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(1)
+    model: Any = build(ALL_CONFIGS["gpt_neox"](hidden_dropout=0.1), BLOCK, dtype=torch.float64)
+    handle = parallelize(model.train(), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle.before_each_step(optimizer)
+
+    def steps() -> None:
+        for index in range(3):
+            optimizer.zero_grad()
+            ids, targets = batches(1, step=index, tokens=tokens)[0]
+            cross_entropy(model(input_ids=ids, use_cache=False).logits, targets).backward()
+            optimizer.step()
+
+    said = told(steps)
+    with torch.no_grad():
+        model.eval()(input_ids=batches(1, tokens=tokens)[0][0], use_cache=False)  # without dropout any number will do
+    return said, [model.get_input_embeddings().weight.detach()]
+
+
+def groups() -> dict[str, list[int]]:
+    """Sizes of the groups that an optimizer is given, by the form that the parameters were in."""
+    model = whole_model()
+    handle = parallelize(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    forms: dict[str, Any] = {
+        "nothing": lambda: None,
+        "list": lambda: list(model.parameters()),
+        "generator": lambda: model.parameters(),
+        "pairs": lambda: model.named_parameters(),
+        "group": lambda: [{"params": model.parameters(), "weight_decay": 0.1}],
+        "group of pairs": lambda: [{"params": model.named_parameters()}],
+        "one": lambda: [{"params": model.lm_head.weight}],
+    }
+    return {name: [len(group["params"]) for group in handle.optimizer_groups(form())] for name, form in forms.items()}
+
+
+def limits(seconds: float) -> dict[str, float]:
+    """Time-outs of the groups of a run's mesh."""
+    mesh = Mesh(ParallelConfig(pipeline=2, tensor=2, timeout=seconds), device="cpu")
+    groups = {"pipeline": mesh.pipeline_group, "data": mesh.data_group, "tensor": mesh.tensor_group}
+    backends = {name: group._get_backend(torch.device("cpu")) for name, group in groups.items()}
+    return {name: backend.options._timeout.total_seconds() for name, backend in backends.items()}
 
 
 def _alone() -> DeviceMesh:

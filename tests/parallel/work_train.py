@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 from transformers import LlamaConfig
 
 from attnres.errors import ConfigError
@@ -18,7 +17,7 @@ from attnres.parallel.mesh import Mesh
 from attnres.parallel.weights import allocate, named_tensors
 from attnres.residual import STRATEGIES, BlockAttnRes, FullAttnRes, PreNorm
 from attnres.train import Callback, RunConfig, RunContext, Trainer
-from parallel.work_data import quiet_dynamo
+from parallel.work_data import forget_groups, quiet_dynamo
 from train.tiny_run import VOCAB, tiny_config, tiny_data
 
 RESIDUALS = {
@@ -83,12 +82,6 @@ def config_of(parallel: dict[str, Any], *, strategy: str = "block", optim: dict[
         optim=replace(OPTIM, **(optim or {})), residual=RESIDUALS[strategy], **(settings | train)
     )
     return replace(config, parallel=ParallelConfig(**parallel))
-
-
-def forget_groups() -> None:
-    """Make DTensor forget the groups of an earlier call of the pool, which it would take for those of this one."""
-    _clear_python_sharding_prop_cache()
-    _clear_fast_path_sharding_prop_cache()
 
 
 def fit(

@@ -64,7 +64,7 @@ def _command(arguments: Sequence[str]) -> Any:
             if is_first_process():
                 _print_plans(comparison)
             return
-        with joined(config, out, resume=resume) as (mesh, goes_on):
+        with joined(list(comparison.of_first_seed()), out, resume=resume) as (mesh, goes_on):
             compare(comparison, out, resume=goes_on, jobs=jobs, mesh=mesh)
         if is_first_process():
             show_results(out)
@@ -74,6 +74,5 @@ def _command(arguments: Sequence[str]) -> Any:
 
 def _print_plans(comparison: Comparison) -> None:
     """What each arm will cost."""
-    for _, run in comparison.runs():
-        if run.train.seed == comparison.seeds[0]:
-            print_plan(run)
+    for run in comparison.of_first_seed():
+        print_plan(run)

@@ -105,11 +105,11 @@ def _span(ends: tuple[int, int]) -> str:
 
 
 @contextmanager
-def joined(config: RunConfig, out: Path, *, resume: bool) -> Iterator[tuple[Mesh | None, bool]]:
+def joined(runs: Sequence[RunConfig], out: Path, *, resume: bool) -> Iterator[tuple[Mesh | None, bool]]:
     """Join the processes that torchrun started, where it did.
 
     Args:
-        config: Its mesh has to fit them.
+        runs: What they will train, one after the other, on one mesh, which has to fit them and each of the runs.
         out: Folder of the run or comparison.
         resume: Whether it was asked to go on with it.
 
@@ -121,15 +121,16 @@ def joined(config: RunConfig, out: Path, *, resume: bool) -> Iterator[tuple[Mesh
         ConfigError: The mesh does not fit the processes, the layers or the passes.
         RankFailure: Another rank failed or was lost.
     """
+    config = runs[0]
     if not is_launched():
-        check_layout(config)
+        check_layout(runs)
         yield None, resume
         return
     record = job_record()
     if record is not None and restarts() and record.has("refused"):
         raise SystemExit(2)  # the first start has said why, and nothing has changed since
     try:
-        check_layout(config)
+        check_layout(runs)
         resume = _goes_on(record, out, asked=resume) or resume
         with launched_mesh(config.parallel, device=resolve_device(config.train.device)) as mesh:
             yield mesh, resume

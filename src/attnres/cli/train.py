@@ -65,7 +65,7 @@ def _command(arguments: Sequence[str]) -> Any:
             if is_first_process():
                 print_plan(config)
             return
-        with joined(config, out, resume=resume) as (mesh, goes_on):
+        with joined([config], out, resume=resume) as (mesh, goes_on):
             how: Resume = "fallback" if goes_on and fallback else goes_on
             result = run(config, out, resume=how, mesh=mesh)
         if is_first_process():

@@ -79,6 +79,10 @@ class Comparison:
                 run = replace(self.base, residual=parse_arm(arm), optim=optim, train=train)
                 yield arm_folder(arm, seed), self_contained(run)
 
+    def of_first_seed(self) -> Iterator[RunConfig]:
+        """One run of each arm."""
+        return (config for _, config in self.runs() if config.train.seed == self.seeds[0])
+
     def to_dict(self) -> dict[str, Any]:
         """Contents of ``compare.json``."""
         return {
@@ -165,8 +169,8 @@ def _check(comparison: Comparison, out: Path) -> None:
     data = open_data(comparison.base.data)
     with torch.device("meta"):
         check_data(build_model(comparison.base, weights=False), data, comparison.base)
-        for _, config in comparison.runs():
-            if config.optim.train_only == "depth" and config.train.seed == comparison.seeds[0]:
+        for config in comparison.of_first_seed():
+            if config.optim.train_only == "depth":
                 freeze_base(build_model(config, weights=False))
     is_there = (out / COMPARE).exists()
     old = [(arm, out / name) for arm, names in _read(out)["runs"].items() for name in names] if is_there else []

@@ -1,5 +1,6 @@
 """One run from its config alone: data, model, training, and what is measured along depth."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from attnres.models.convert import converted_base
 from attnres.parallel.mesh import Mesh
 from attnres.parallel.schedules import check_pipeline
 from attnres.parallel.tensor import check_division
+from attnres.parallel.tokens import check_tokens
 from attnres.train import Callback, Checkpoints, Resume, RunConfig, RunContext, Trainer
 from attnres.train.checkpoint import CHECKPOINTS
 from attnres.train.files import replace_text, to_json
@@ -47,16 +49,21 @@ class DepthProbe(Callback):
         replace_text(context.folder / name, to_json(measured.to_dict()))
 
 
-def check_layout(config: RunConfig) -> None:
-    """Raise unless the processes that were started, the layers and the passes of a step fit the mesh of a run.
+def check_layout(runs: Sequence[RunConfig]) -> None:
+    """Raise unless the processes that were started, the layers and the passes of a step fit the mesh of some runs.
 
     It looks at the settings alone, so that every rank comes to the same before anything begins.
 
+    Args:
+        runs: All on one mesh.
+
     Raises:
         ConfigError: They do not; the message has what would fit.
+        UnsupportedModelError: Tensor ranks cannot divide a model.
     """
-    config.parallel.check_processes()
-    check_fits(config)
+    runs[0].parallel.check_processes()
+    for config in runs:
+        check_fits(config)
 
 
 def check_fits(config: RunConfig) -> None:
@@ -72,14 +79,15 @@ def check_fits(config: RunConfig) -> None:
     with torch.device("meta"):
         model = build_model(config, weights=False)
     if layout.tensor > 1:
-        _check_tensor(model, layout.tensor)
+        _check_tensor(model, layout.tensor, config.data.context)
     if layout.stages > 1:
         _check_stages(model, config)
 
 
-def _check_tensor(model: Any, ranks: int) -> None:
+def _check_tensor(model: Any, ranks: int, tokens: int) -> None:
     try:
         check_division(model, ranks)
+        check_tokens(model, ranks, tokens)
     except AttnResError as error:
         raise type(error)(f"parallel.tensor={ranks} does not fit: {error}") from error
 

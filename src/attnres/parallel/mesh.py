@@ -17,7 +17,7 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from attnres import errors
 from attnres.errors import AttnResError, ConfigError, TrainingError
@@ -47,9 +47,7 @@ class Mesh:
                 f"the mesh of {config.mesh} takes {config.size} ranks; the process group has {dist.get_world_size()}"
             )
         self.config, self.device = config, device
-        self.devices: DeviceMesh = init_device_mesh(
-            device, (config.pipeline, config.data, config.tensor), mesh_dim_names=("pipeline", "data", "tensor")
-        )
+        self.devices = _device_mesh(config, device)
         self.rank, self.size = dist.get_rank(), config.size
         # what rank 0 does alone (text to tokens, a look along depth) may take longer than any transfer
         limit = timedelta(seconds=max(config.timeout, PATIENCE_SECONDS))
@@ -179,6 +177,18 @@ class Mesh:
                 raise
         if explained is not None:
             raise explained
+
+
+def _device_mesh(config: ParallelConfig, device: str) -> DeviceMesh:
+    """The mesh, in whose groups a rank waits as long as the config says; those of PyTorch's own wait half an hour."""
+    names = ("pipeline", "data", "tensor")
+    ranks = torch.arange(config.size).view(config.pipeline, config.data, config.tensor)
+    groups = []
+    for dimension in range(ranks.ndim):
+        rows = ranks.movedim(dimension, -1).flatten(0, -2).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(rows, timeout=timedelta(seconds=config.timeout))
+        groups.append(group)
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
 
 @dataclass(frozen=True, kw_only=True)

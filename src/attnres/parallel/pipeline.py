@@ -18,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attnres.errors import ConfigError, UnsupportedModelError
 from attnres.models.convert import converted_base
+from attnres.parallel.agreement import Round, check_agreement, settled
 from attnres.parallel.failures import told_to_all
 from attnres.parallel.ledger import Ledger
 from attnres.parallel.part import Elsewhere, StagePart, is_tied
 from attnres.parallel.plan import Cache, PipelinePlan, plan_pipeline
-from attnres.parallel.schedules import build_schedule, check_pipeline
+from attnres.parallel.schedules import ScheduleKind, build_schedule, check_pipeline
 from attnres.parallel.stage import CachedStage
 from attnres.parallel.store import RankStore
 from attnres.parallel.tensor import TensorParallel, handle_of
@@ -85,42 +86,35 @@ class Pipeline:
         alike: dist.ProcessGroup | None = None,
         wrap: Callable[[StagePart], nn.Module] | None = None,
     ):
-        self._tensor = _check_whole(model, group)
-        residual = converted_base(model).residual
+        self._tensor = handle_of(model)
         self.group, self.microbatches, self.device = group, microbatches, torch.device(device)
-        self._alike = alike
-        self.kind = check_pipeline(
-            residual.num_sublayers,
-            ranks=dist.get_world_size(group),
-            microbatches=microbatches,
-            schedule=schedule,
-            virtual=virtual,
-            cuts=cuts,
-        )
-        dim = model.get_input_embeddings().weight.shape[-1]
-        self.plan: PipelinePlan = plan_pipeline(
-            residual.strategy,
-            residual.num_sublayers,
-            dim,
-            ranks=dist.get_world_size(group),
-            virtual=virtual,
-            cuts=cuts,
-            cache=cache,
-            placement=self.kind.placement,
-        )
-        self.rank = dist.get_rank(group)
+        self.rank, self._alike = dist.get_rank(group), alike
         self._tied = is_tied(model)
-        head = "tied head" if self._tied else "head apart"
-        shape = f"{residual.strategy}, {dim} wide, {head}: {_describe(self.plan)}"
-        meant = f"{shape}, {self.kind.name}, M={microbatches}"
+
+        def plan() -> tuple[tuple[ScheduleKind, PipelinePlan], str]:
+            _check_whole(model, self._tensor, group)
+            residual = converted_base(model).residual
+            layout: Any = {"ranks": dist.get_world_size(group), "virtual": virtual, "cuts": cuts}
+            kind = check_pipeline(residual.num_sublayers, microbatches=microbatches, schedule=schedule, **layout)
+            dim = model.get_input_embeddings().weight.shape[-1]
+            planned = plan_pipeline(
+                residual.strategy, residual.num_sublayers, dim, cache=cache, placement=kind.placement, **layout
+            )
+            head = "tied head" if self._tied else "head apart"
+            shape = f"{residual.strategy}, {dim} wide, {head}: {_describe(planned)}"
+            return (kind, planned), f"{shape}, {kind.name}, M={microbatches}"
+
+        rounds = [Round("pipeline", group)]
+        self._beside: set[int] = set()  # ranks of the pipelines of its tensor ranks
         if self._tensor is not None:
-            check_agreement(self._tensor.group, f"pipeline rank {self.rank}, {meant}", ranks="tensor")
-        check_agreement(group, meant)
+            self._beside = _all_ranks(group, self._tensor.group)
+            rounds.insert(0, Round("tensor", self._tensor.group, f"pipeline rank {self.rank}, "))
+        self.kind, self.plan = settled(rounds, plan)
         self.store, self.ledger = RankStore(), Ledger()
         self.parts = [self._part(model, stage) for stage in self.plan.stages_of(self.rank)]
         self.tied_weight = TiedWeight.of(self.parts, self.plan, group) if self._tied else None
         if self._tensor is not None:
-            self._narrow(self._tensor)
+            self._narrow(self._tensor, model)
         self.stages = [self._stage(part, wrap) for part in self.parts]
         if self._tensor is not None:
             self._tensor.gradients.check()
@@ -162,7 +156,7 @@ class Pipeline:
             ConfigError: The number or the shapes of the micro-batches do not fit.
             RankFailure: Another rank failed or was lost.
         """
-        with told_to_all(self.group, "a pipeline step"):
+        with told_to_all(self.group, "a pipeline step", beside=self._beside):
             key = self._key(batches[0][0] if batches else None, autocast, has_backward=True)
             is_new = self._check_batches(batches, arguments, key)
             self._begin(loss)
@@ -197,7 +191,7 @@ class Pipeline:
         Raises:
             RankFailure: Another rank failed or was lost.
         """
-        with told_to_all(self.group, "a pipeline evaluation"):
+        with told_to_all(self.group, "a pipeline evaluation", beside=self._beside):
             inputs, targets = inputs.to(self.device), targets.to(self.device)
             key = self._key(inputs, autocast, has_backward=False)
             is_new = self._agree((EVALUATION, *inputs.shape), f"an evaluation of {list(inputs.shape)}", "", key)
@@ -239,7 +233,7 @@ class Pipeline:
         part = StagePart(model, self.plan, stage, tokens=tokens, reads_ahead=not self.kind.splits_backward)
         return part.to(self.device)
 
-    def _narrow(self, tensor: TensorParallel) -> None:
+    def _narrow(self, tensor: TensorParallel, model: Any) -> None:
         """Let the handle of a parallelized model look after this rank's stages."""
         if self._tied and self.plan.num_stages > 1 and tensor.tokens.logits == "own":
             raise UnsupportedModelError(
@@ -250,6 +244,7 @@ class Pipeline:
         stages = dist.group.WORLD if self.group is None else self.group
         assert stages is not None
         tensor.narrow(self.modules, stages, frozenset(elsewhere))
+        model.register_forward_pre_hook(_refuse_alone)
 
     def _check_split_backward(self) -> None:
         """Refuse what cannot compute the gradients of weights apart from those of inputs."""
@@ -369,13 +364,8 @@ class Pipeline:
         return shared
 
 
-def _check_whole(model: Any, group: dist.ProcessGroup | None) -> TensorParallel | None:
-    """Refuse a model that has been divided already, but for one that `parallelize` divided.
-
-    Returns:
-        The handle of that.
-    """
-    tensor = handle_of(model)
+def _check_whole(model: Any, tensor: TensorParallel | None, group: dist.ProcessGroup | None) -> None:
+    """Refuse a model that has been divided already, but for one that `parallelize` divided."""
     if tensor is None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise UnsupportedModelError(
             "the model is divided over ranks already (it has DTensor parameters); allowed: a whole model, or one from "
@@ -383,40 +373,16 @@ def _check_whole(model: Any, group: dist.ProcessGroup | None) -> TensorParallel 
         )
     if any(isinstance(module, Elsewhere) for module in model.modules()):
         raise UnsupportedModelError("the model is a part of a pipeline already; allowed: a whole model")
-    if tensor is not None:
-        pipeline, others = (set(dist.get_process_group_ranks(ranks)) for ranks in (group, tensor.group))
-        if len(pipeline & others) > 1:
-            raise ConfigError(
-                f"ranks {sorted(pipeline & others)} are tensor ranks and pipeline ranks of each other; allowed: two "
-                'dimensions of a mesh, such as parallelize(model, mesh["tensor"]) and group=mesh.get_group("pipeline")'
-            )
-    return tensor
-
-
-def check_agreement(
-    group: dist.ProcessGroup | None, here: str, *, wrong: bool = False, ranks: str = "pipeline"
-) -> None:
-    """Raise on every rank of a group unless all mean the same.
-
-    Args:
-        group: The ranks.
-        here: What this rank means.
-        wrong: Whether it is wrong in itself, whatever the others mean.
-        ranks: What the ranks of the group are called.
-
-    Raises:
-        ConfigError: Ranks differ; one line says which and how, the same on every rank.
-    """
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (here, wrong), group=group)
-    for rank, (text, is_wrong) in enumerate(told):
-        if is_wrong:
-            raise ConfigError(f"{ranks} rank {rank}: {text}")
-    for rank, (text, _) in enumerate(told):
-        if text != told[0][0]:
-            raise ConfigError(
-                f"{ranks} rank {rank} has [{text}], {ranks} rank 0 has [{told[0][0]}]; allowed: the same on all"
-            )
+    if tensor is None:
+        return
+    if tensor.stages is not None:
+        raise UnsupportedModelError("the parallelized model is in a pipeline already; allowed: one pipeline for each")
+    pipeline, others = (set(dist.get_process_group_ranks(ranks)) for ranks in (group, tensor.group))
+    if len(pipeline & others) > 1:
+        raise ConfigError(
+            f"ranks {sorted(pipeline & others)} are tensor ranks and pipeline ranks of each other; allowed: two "
+            'dimensions of a mesh, such as parallelize(model, mesh["tensor"]) and group=mesh.get_group("pipeline")'
+        )
 
 
 def _problem_of_arguments(arguments: dict[str, Any], rows: int) -> str:
@@ -429,6 +395,19 @@ def _problem_of_arguments(arguments: dict[str, Any], rows: int) -> str:
         if isinstance(value, dict | list | tuple):
             return f"{name} is a {type(value).__name__}; allowed: a tensor with a row for each sequence"
     return ""
+
+
+def _all_ranks(group: dist.ProcessGroup | None, tensor: dist.ProcessGroup) -> set[int]:
+    """Numbers of the ranks of all pipelines that share tensors."""
+    told: list[Any] = [None] * dist.get_world_size(tensor)
+    dist.all_gather_object(told, dist.get_process_group_ranks(group), group=tensor)
+    return set().union(*told)
+
+
+def _refuse_alone(model: nn.Module, positional: Any) -> None:
+    """Before a forward pass of a parallelized model whose gradients a pipeline looks after."""
+    del model, positional
+    raise UnsupportedModelError("the parallelized model is in a pipeline; allowed: its step and evaluate")
 
 
 class _Key(NamedTuple):

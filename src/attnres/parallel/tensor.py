@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from attnres.errors import ConfigError, UnsupportedModelError
 from attnres.models.convert import converted_base
 from attnres.models.families import Family
 from attnres.models.install import family_of_converted
+from attnres.parallel.agreement import Round, settled
 from attnres.parallel.clipping import clip_gradients
 from attnres.parallel.part import Elsewhere
 from attnres.parallel.sequence import TOKENS, ReplicatedGradients, own_part
@@ -122,17 +124,19 @@ class TensorParallel:
         PyTorch refuses a pass over divided and whole parameters together, so each group becomes one of each kind.
 
         Args:
-            groups: As an optimizer takes them; parameters, or groups with settings. None: all that learn.
+            groups: As an optimizer takes them: parameters, pairs of name and parameter, or groups of these with
+                settings. None: all that learn.
         """
         every = (parameter for _, parameter in self._parameters() if parameter.requires_grad)
-        given = list(every if groups is None else groups)
-        dicts: list[Any] = [group for group in given if isinstance(group, dict)] or [{"params": given}]
-        return [
-            {**group, "params": chosen}
-            for group in dicts
-            for kind in (False, True)
-            if (chosen := [part for part in group["params"] if isinstance(part, DTensor) is kind])
-        ]
+        given: list[Any] = list(every if groups is None else groups)
+        found: list[dict[str, Any]] = []
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        for group in groups:
+            members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+            for kind in (False, True):
+                chosen = [member for member in members if isinstance(_parameter_of(member), DTensor) is kind]
+                found += [{**group, "params": chosen}] if chosen else []
+        return found
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -181,7 +185,7 @@ def parallelize(model: Any, mesh: DeviceMesh, *, logits: Logits = "all") -> Tens
     sources.
 
     Where dropout is on, it has to draw alike on all ranks for what they compute alike (embedding; attention of families
-    whose plan gathers the projections), so seed the ranks alike.
+    whose plan gathers the projections), so seed the ranks alike, and let them divide the tokens: others are refused.
 
     Args:
         model: From `attnres.models.convert` or `attnres.models.build`, in any floating dtype.
@@ -198,7 +202,14 @@ def parallelize(model: Any, mesh: DeviceMesh, *, logits: Logits = "all") -> Tens
     """
     _check_mesh(mesh, logits)
     ranks = mesh.size()
-    check_division(model, ranks)
+
+    def check() -> tuple[None, str]:
+        check_division(model, ranks)
+        shapes = crc32(repr([(name, *value.shape) for name, value in model.named_parameters()]).encode())
+        strategy, depth = converted_base(model).residual.strategy, converted_base(model).residual.num_sublayers
+        return None, f"{type(model).__name__}, {depth} sublayers, {strategy}, shapes {shapes:08x}, logits {logits}"
+
+    settled([Round("tensor", mesh.get_group())], check)
     base = converted_base(model)
     family = family_of_converted(base)
     sublayers = list(_sublayers(base, family))
@@ -367,6 +378,11 @@ def _vocabulary_parameters(model: Any) -> list[tuple[nn.Module, str]]:
     """Embedding and head, which see own tokens only where the logits are of these."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return _unique_parameters([module for module in ends if module is not None])
+
+
+def _parameter_of(member: Any) -> Any:
+    """Of a parameter, or a pair of name and parameter."""
+    return member[1] if isinstance(member, tuple) else member
 
 
 def _unique_parameters(modules: list[nn.Module]) -> list[tuple[nn.Module, str]]:

@@ -19,6 +19,35 @@ from attnres.parallel.sequence import TOKENS, GatherTokens, ScatterSum, TakeOwn,
 Logits = Literal["all", "own"]
 
 
+def check_tokens(model: nn.Module, ranks: int, tokens: int) -> None:
+    """Raise where tensor ranks would draw different random numbers: with dropout, and unequal shares of the tokens.
+
+    A rank with fewer tokens draws fewer numbers, and from then on ranks would drop other values of what they compute
+    alike.
+
+    Args:
+        model: The model; it may be on the meta device.
+        ranks: Tensor ranks.
+        tokens: Tokens that they share.
+
+    Raises:
+        ConfigError: There is dropout, and the ranks do not divide the tokens.
+    """
+    if tokens % ranks and _has_dropout(model):
+        raise ConfigError(_uneven(ranks, tokens))
+
+
+def _uneven(ranks: int, tokens: int) -> str:
+    return (
+        f"there is dropout, and {ranks} tensor ranks with different shares of {tokens} tokens would draw different "
+        f"numbers; allowed: a multiple of {ranks} tokens, or no dropout"
+    )
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
 class _GiveWhole(torch.autograd.Function):
     """All tokens as a replicated tensor of the mesh, for column-parallel weights.
 
@@ -52,6 +81,7 @@ class DividedTokens:
         self.count = 0
         """Tokens of the forward at hand, on all ranks together."""
         self._start_id: int | None = None
+        self._drops = False
         self._ends_run = False  # whether the final norm is given a state, not hidden states to be looked at
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DividedTokens":
@@ -77,6 +107,7 @@ class DividedTokens:
             rows: Their row-parallel projections.
             norm: The final one.
         """
+        self._drops = _has_dropout(model)
         self._start_id = first.register_forward_pre_hook(self._start, with_kwargs=True).id
         for sublayer in sublayers:
             sublayer.register_forward_pre_hook(self._gather, with_kwargs=True)
@@ -107,8 +138,9 @@ class DividedTokens:
     @torch.compiler.disable()
     def _gather(self, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Give a sublayer all tokens; what the column-parallel weights find as gradient is their rank's part of it."""
-        del module
         tokens = self._count(named)
+        if self._drops and module.training and tokens % self._mesh.size():
+            raise ConfigError(_uneven(self._mesh.size(), tokens))
         hidden: Tensor = named["hidden_states"] if "hidden_states" in named else positional[0]
         self._check_own(hidden, tokens)
         whole = GatherTokens.apply(hidden, tokens, self._group, True)
