@@ -79,12 +79,16 @@ class Processes:
 
     def _started(self) -> list[tuple[Any, Connection]]:
         context = multiprocessing.get_context("spawn")
+        new: list[Connection] = []
         while len(self._workers) < self._size:
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(there,), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))
+            new.append(here)
+        for here in new:  # imports do not count as time of a call
+            here.recv()
         return self._workers
 
     @staticmethod
@@ -112,7 +116,10 @@ def _work(connection: Connection) -> None:
     warnings.simplefilter("error")  # as in the tests' own process
     import torch
 
+    import attnres.models  # noqa: F401  # with what most calls need
+
     torch.set_num_threads(1)
+    connection.send(("ready", ""))
     while True:
         try:
             function, arguments, place = connection.recv()

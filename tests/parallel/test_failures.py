@@ -51,7 +51,7 @@ def test_an_error_on_one_rank_is_told_on_the_others(processes):
 def test_a_lost_rank_is_named_within_the_time_out(processes, how):
     limit = 6
     with pytest.raises(RankError) as caught:
-        processes.run(3, lost_rank, 1, how, group_seconds=limit, timeout=30, grace_seconds=20)
+        processes.run(3, lost_rank, 1, how, group_seconds=limit, timeout=120, grace_seconds=20)
     messages = caught.value.results
     assert messages.keys() == {0, 2}
     for rank, message in messages.items():

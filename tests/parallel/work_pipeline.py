@@ -347,7 +347,8 @@ def lost_rank(at: int, how: str) -> str:
     if dist.get_rank() == at:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(20)
+        os._exit(0)
     began = time.monotonic()
     message = told(lambda: pipeline.step(batches(case), cross_entropy))
     return f"{message} [{time.monotonic() - began:.0f} s]"
