@@ -124,6 +124,15 @@ def test_one_process_is_one_with_and_without_torchrun(environment, monkeypatch, 
     assert capsys.readouterr().out
 
 
+@pytest.mark.parametrize("more", [["--residual", "full"], ["--residual=full"]])
+def test_the_last_residual_counts_as_the_last_of_other_options_does(more, options, tmp_path, capsys):
+    arguments = ["train", "--out", str(tmp_path / "x"), "--residual", "block", *options, *more, "--dry-run"]
+    main(arguments)
+    assert json.loads(capsys.readouterr().out)["residual"]["type"] == "FullAttnRes"
+    error = fails([*arguments, "--residual", "full", "--residual.num-blocks", "4"], capsys)
+    assert "num-blocks" in error
+
+
 def test_every_arm_has_to_fit_the_mesh_before_one_is_trained(options, tmp_path, monkeypatch, capsys):
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "0")):
         monkeypatch.setenv(name, value)

@@ -138,7 +138,7 @@ REFUSED = {
     "processes": (["--parallel.pipeline", "3"], r"takes 3 processes, but 2 were started; .* 1 x 2, 2 x 1"),
     "passes": ([*PIPELINE, "--train.accumulation", "1"], r"too few for the schedule 1f1b.*train.accumulation"),
     "layers": ([*PIPELINE, "--parallel.virtual", "4"], r"8 stages, but the model has 4 sublayers"),
-    "cuts": ([*PIPELINE, "--parallel.cuts", "4"], r"cuts are \[4\], .* without a sublayer"),
+    "cuts": ([*PIPELINE, "--parallel.cuts", "4"], r"cuts are \[4\]; allowed: below 4, the number of sublayers"),
     "rows": (["--parallel.data", "2", "--train.batch-size", "3"], r"batch_size is 3, which 2 data ranks"),
     "heads": (["--parallel.tensor", "2"], r"parallel.tensor=2 does not fit: num_key_value_heads is 1, which 2 tensor"),
     "fsdp": ([*FSDP, "--parallel.tensor", "2"], r"sharding='fsdp' and parallel.tensor=2 contradict"),

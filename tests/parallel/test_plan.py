@@ -107,7 +107,7 @@ def test_prenorm_sends_one_tensor():
         ((3, 3), r"leaves the stage from 3 to 3 without a sublayer"),
         ((5, 2), r"leaves the stage from 5 to 2 without a sublayer"),
         ((0, 4), r"leaves the stage from 0 to 0"),
-        ((4, 8), r"leaves the stage from 8 to 8"),
+        ((4, 8), r"cuts are \[4, 8\]; allowed: below 8, the number of sublayers"),
         ((4,), r"allowed: 2 of them, for 3 stages"),
     ],
 )

@@ -185,8 +185,12 @@ def test_every_known_model_goes_on_eight_tensor_ranks_and_says_which_heads_repea
             with pytest.raises(ConfigError, match=r"heads is .* which 3 tensor ranks do not divide"):
                 plan_run(PlanRequest(model=name, tensor=3))
     notes = [summary_table(plan_run(PlanRequest(model="llama-3.1-8b", tensor=ranks))).notes for ranks in (8, 16)]
-    assert notes[0] == ()
-    assert re.search("num_key_value_heads is 8 and tensor is 16: 2 ranks each have the same head", notes[1][0])
+    assert len(notes[0]) == 1
+    assert "keep the embedding and a tied head whole" in notes[0][0]
+    assert re.search("num_key_value_heads is 8 and tensor is 16: 2 ranks each have the same head", notes[1][1])
+    assert summary_table(plan_run(PlanRequest(model="llama-3.1-8b"))).notes == ()
+    experts = summary_table(plan_run(PlanRequest(model="kimi-linear-48b", tensor=8))).notes
+    assert any("a model with experts" in note for note in experts)
 
 
 def test_a_strategy_that_looks_at_other_tokens_is_for_one_tensor_rank(tmp_path):

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _command(arguments: Sequence[str]) -> Any:
     """The command's function; its options are those of the strategy named."""
-    name, strategy = residual_default([*arguments, "--residual", "block"], strategy_of("block", {}))
+    name, strategy = residual_default(["--residual", "block", *arguments], strategy_of("block", {}))
     strategy_type, names = type(strategy), Literal[tuple(STRATEGIES)]
 
     def convert(

@@ -95,9 +95,12 @@ def _layout_notes(config: RunConfig) -> Iterator[str]:
     if layout.stages > 1:
         yield "receives: over the hop to the stage, in each pass; E is the embedding, b4 the block of sublayers up to 4"
     if layout.is_sharded:
-        yield f"parameters: a part for each of {layout.data} data ranks (fsdp)"
+        yield f"parameters: of one data rank, which has 1 / {layout.data} of each weight (fsdp)"
     if layout.tensor > 1:
-        yield f"tensor ranks: weights are divided by {layout.tensor}, and so are the tokens between sublayers"
+        yield (
+            f"parameters: of one tensor rank, which has 1 / {layout.tensor} of the weights of attention and MLP and of a "
+            f"head apart, but all of the embedding; the tokens between sublayers are divided by {layout.tensor}, too"
+        )
 
 
 def _span(ends: tuple[int, int]) -> str:

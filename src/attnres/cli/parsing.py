@@ -95,10 +95,11 @@ def _parts(box: str) -> list[list[str]]:
 
 
 def peek(arguments: Sequence[str], option: str) -> str | None:
-    """The value of an option before everything is parsed, because the types of others depend on it."""
+    """The value of an option before everything is parsed, because the types of others depend on it; the last counts."""
+    found = None
     for index, argument in enumerate(arguments):
         if argument == option and index + 1 < len(arguments):
-            return arguments[index + 1]
-        if argument.startswith(f"{option}="):
-            return argument.partition("=")[2]
-    return None
+            found = arguments[index + 1]
+        elif argument.startswith(f"{option}="):
+            found = argument.partition("=")[2]
+    return found

@@ -133,7 +133,7 @@ class ParallelConfig:
             return
         if not is_launched(environment):
             raise ConfigError(
-                f"{self.mesh} takes {self.size} processes, but there is one; allowed: "
+                f"{self.mesh} takes {_counted(self.size)}, but there is one; allowed: "
                 f"torchrun --nproc-per-node {self.size} -m attnres ..., or "
                 f"{' and '.join(f'parallel.{name}=1' for name in self.dimensions)}"
             )
@@ -142,7 +142,7 @@ class ParallelConfig:
         fitting = [f"{count} x {rest // count}" for count in range(1, rest + 1) if rest % count == 0]
         beside = f" beside parallel.tensor={tensor}" if self.tensor > 1 else ""
         raise ConfigError(
-            f"{self.mesh} takes {self.size} processes, but {started} were started; allowed with {started}: "
+            f"{self.mesh} takes {_counted(self.size)}, but {started} were started; allowed with {started}: "
             f"pipeline x data of {', '.join(fitting)}{beside}"
         )
 
@@ -170,6 +170,10 @@ def is_first_process(environment: Mapping[str, str] = os.environ) -> bool:
 def restarts(environment: Mapping[str, str] = os.environ) -> int:
     """How often torchrun has started this job again after a rank was lost."""
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_launched(environment) else 0
+
+
+def _counted(processes: int) -> str:
+    return f"{processes} process" + ("es" if processes > 1 else "")
 
 
 def _require(condition: bool, field: str, value: object, allowed: str) -> None:

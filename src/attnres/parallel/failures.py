@@ -177,5 +177,5 @@ def _is_from_transfer(error: BaseException) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    line = str(error).strip().partition("\n")[0]
+    line = str(error).strip().partition("\n")[0].partition(". ")[0]  # gloo goes on with advice for its authors
     return re.sub(r"^\[\S+:\d+\] ", "", line)[:200] or type(error).__name__  # without the place in gloo's own source

@@ -178,6 +178,8 @@ def check_cuts(cuts: Sequence[int] | None, num_sublayers: int, num_stages: int) 
         return tuple(stage * num_sublayers // num_stages for stage in range(1, num_stages))
     if len(cuts) != num_stages - 1:
         raise ConfigError(f"cuts are {list(cuts)}; allowed: {num_stages - 1} of them, for {num_stages} stages")
+    if max(cuts, default=0) >= num_sublayers:
+        raise ConfigError(f"cuts are {list(cuts)}; allowed: below {num_sublayers}, the number of sublayers")
     bounds = [0, *cuts, num_sublayers]
     for before, after in pairwise(bounds):
         if after <= before:

@@ -310,7 +310,8 @@ def _check_covered(sublayer: _Sublayer, family: Family) -> None:
             f"{family.name}: the tensor-parallel plan has {unknown[0]}; allowed are {', '.join(STYLES)}"
         )
     if len(sublayer.rows) != 1 or (sublayer.unnamed and not sublayer.keeps_whole):
-        left = ", ".join(sublayer.unnamed) or sublayer.name
+        left = ", ".join(sublayer.unnamed[:2]) or sublayer.name
+        left += f" and {len(sublayer.unnamed) - 2} more" if len(sublayer.unnamed) > 2 else ""
         raise UnsupportedModelError(
             f"{family.name}: the tensor-parallel plan does not cover {left}; allowed are families whose plan covers "
             "all weights between read and write, such as Llama and Qwen3"

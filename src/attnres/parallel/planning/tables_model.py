@@ -7,7 +7,6 @@ from attnres.parallel.planning.io_table import depth_attention_flops, exact_mean
 from attnres.parallel.planning.memory import training_memory
 from attnres.parallel.planning.models import known_model
 from attnres.parallel.planning.planned import Planned
-from attnres.parallel.planning.request import PlanRequest
 from attnres.parallel.planning.sizes import CHUNK
 from attnres.parallel.planning.table import Column, Quantity, Table, quantities
 from attnres.residual import PreNorm, Strategy
@@ -40,7 +39,7 @@ def summary_table(planned: Planned) -> Table:
         ),
     ]
     return quantities(
-        "summary", "Plan", [*rows, _fits(planned)], *planned.size.notes, *_not_built(request), *_repeated(planned)
+        "summary", "Plan", [*rows, _fits(planned)], *planned.size.notes, *_not_built(planned), *_repeated(planned)
     )
 
 
@@ -55,13 +54,22 @@ def _fits(planned: Planned) -> Quantity:
     return ("training fits", answer, "text", told)
 
 
-def _not_built(request: PlanRequest) -> tuple[str, ...]:
-    """What this project does not run of what is planned."""
-    if request.tensor > 1 and request.data > 1 and request.sharding == "fsdp":
-        return (
-            "Tensor ranks and FSDP together are planned here; this project runs tensor ranks with whole weights (ddp).",
+def _not_built(planned: Planned) -> tuple[str, ...]:
+    """What this project does not run of what is planned, or runs otherwise."""
+    request = planned.request
+    if request.tensor == 1:
+        return ()
+    notes = [
+        "Tensor ranks are planned as if they divided the embedding and the logits, too; this project's keep the "
+        "embedding and a tied head whole, and each computes the loss of all tokens."
+    ]
+    if request.data > 1 and request.sharding == "fsdp":
+        notes.append(
+            "Tensor ranks and FSDP together are planned here; this project runs tensor ranks with whole weights (ddp)."
         )
-    return ()
+    if any(width.experts for width in planned.size.widths):
+        notes.append("Tensor ranks of a model with experts are planned here; this project does not run them.")
+    return tuple(notes)
 
 
 def _repeated(planned: Planned) -> tuple[str, ...]:
