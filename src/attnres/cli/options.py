@@ -98,8 +98,8 @@ def _layout_notes(config: RunConfig) -> Iterator[str]:
         yield f"parameters: of one data rank, which has 1 / {layout.data} of each weight (fsdp)"
     if layout.tensor > 1:
         yield (
-            f"parameters: of one tensor rank, which has 1 / {layout.tensor} of the weights of attention and MLP and of a "
-            f"head apart, but all of the embedding; the tokens between sublayers are divided by {layout.tensor}, too"
+            f"parameters: of one tensor rank, which has 1 / {layout.tensor} of the weights of attention, MLP and a "
+            f"head apart, all of the embedding; the tokens between sublayers are divided by {layout.tensor}, too"
         )
 
 
