@@ -171,7 +171,7 @@ def test_the_rank_that_was_lost_is_named_on_all_others(processes, how, at, expec
     with pytest.raises(RankError) as caught:
         processes.run(4, lost, how, at, group_seconds=30, timeout=60, grace_seconds=40)
     said = caught.value.results
-    assert said.keys() == {0, 1, 2, 3} - {at}
+    assert said.keys() == {0, 1, 2, 3} - {at}, caught.value
     for message in said.values():
         assert message.startswith("RankFailure: rank ")
         assert expected in message

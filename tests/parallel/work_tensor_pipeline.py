@@ -24,6 +24,7 @@ from attnres.parallel.planning.communication import predicted_bytes
 from attnres.parallel.tensor import TensorParallel, parallelize
 from attnres.residual import BlockAttnRes
 from models.small import ALL_CONFIGS
+from parallel.work_data import forget_groups
 from parallel.work_pipeline import told
 from parallel.work_sequence import draw, full, norm_exactly
 
@@ -211,6 +212,7 @@ def twice() -> list[str]:
 
 def lost(how: str, at: int) -> str:
     """What a step says when one rank is killed before it, or fails in its loss and ends."""
+    forget_groups()
     pipeline, _ = cut(whole_model(), mesh=short_mesh())  # ranks that have said so live on, where a program would end
     pipeline.step(batches(), cross_entropy)
     here = dist.get_rank() == at
