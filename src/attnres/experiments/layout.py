@@ -1,22 +1,20 @@
 """What each rank of a mesh would hold, from a run's config alone: no process is started and nothing is allocated."""
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from attnres.experiments.models import build_model
 from attnres.experiments.run import check_fits
 from attnres.models.convert import converted_base
 from attnres.models.install import family_of_converted
 from attnres.parallel.config import ParallelConfig
-from attnres.parallel.part import StagePart, is_tied
+from attnres.parallel.part import StagePart
 from attnres.parallel.plan import PipelinePlan, plan_pipeline
 from attnres.parallel.planning.communication import carried
 from attnres.parallel.schedules import schedule_kind
+from attnres.parallel.tensor import divided_parameters
 from attnres.train import RunConfig
 
 
@@ -70,7 +68,8 @@ def lay_out(config: RunConfig) -> tuple[RankShare, ...]:
     with torch.device("meta"):
         model = build_model(config, weights=False)
     plan = _plan(model, layout)
-    divided = _divided(model, layout.tensor)
+    parts = divided_parameters(model, layout.tensor) if layout.tensor > 1 else ()
+    divided = frozenset(map(id, parts))
     beside = layout.data * layout.tensor
     return tuple(
         RankShare(
@@ -116,25 +115,3 @@ def _received(plan: PipelinePlan, stage: int) -> str:
         return "token ids"
     hop = plan.hops[stage - 1]
     return "nothing: the stage before is on the same rank" if hop.is_local else carried(hop)
-
-
-def _divided(model: Any, ranks: int) -> frozenset[int]:
-    """Identities of the parameters that tensor ranks have parts of, by the model's own plan."""
-    return frozenset(id(parameter) for parameter in _parts(model, ranks)) if ranks > 1 else frozenset()
-
-
-def _parts(model: Any, ranks: int) -> Iterator[torch.Tensor]:
-    base = converted_base(model)
-    plan = getattr(base.config, "base_model_tp_plan", None) or {}
-    for name, module in base.named_modules():
-        word = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
-        if isinstance(module, nn.Linear) and word.startswith("colwise"):
-            yield from module.parameters()
-        elif isinstance(module, nn.Linear) and word.startswith("rowwise"):
-            yield module.weight  # what is added after the sum is whole
-    head = model.get_output_embeddings()
-    names = getattr(type(model), "_tp_plan", None) or {}
-    if head is not None and not is_tied(model) and head.out_features % ranks == 0:
-        found = next(name for name, module in model.named_modules() if module is head)
-        if str(names.get(found, "")).startswith("colwise"):
-            yield from head.parameters()

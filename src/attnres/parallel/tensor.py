@@ -265,6 +265,27 @@ def check_division(model: Any, ranks: int) -> None:
     _check_divides(base, sublayers, ranks)
 
 
+def divided_parameters(model: Any, ranks: int) -> list[nn.Parameter]:
+    """What `parallelize` would give each rank a part of; everything else each has whole.
+
+    Args:
+        model: A converted model that so many ranks can divide (see `check_division`); it may be on the meta device.
+        ranks: How many there are.
+    """
+    base = converted_base(model)
+    styles = {
+        name: style
+        for sublayer in _sublayers(base, family_of_converted(base))
+        for name, style in sublayer.styles.items()
+        if style != PART_OF_GRADIENT
+    }
+    found = [base.get_submodule(name).weight for name in styles]
+    found += [base.get_submodule(name).bias for name, style in styles.items() if style not in ROWS]
+    head = _divided_head(model, ranks)
+    found += [] if head is None else list(head.parameters())
+    return [parameter for parameter in found if parameter is not None]
+
+
 def _check_mesh(mesh: DeviceMesh, logits: Logits) -> None:
     if mesh.ndim != 1:
         raise ConfigError(

@@ -119,10 +119,7 @@ class SeveralProcesses:
             self.parameters,
             bound=bound,
             device=self.mesh.device,
-            shards=[
-                *([self.mesh.data_group] if layout.is_sharded else []),
-                *([self.mesh.tensor_group] if layout.tensor > 1 else []),
-            ],
+            shards=(self.mesh.data_group if layout.is_sharded else self.mesh.tensor_group,),  # never divided over both
             stages=self.mesh.pipeline_group if layout.pipeline > 1 else None,
             counted_elsewhere=self._elsewhere,
         )
